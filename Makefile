@@ -1,0 +1,62 @@
+# The ways to set up, run and test this project. `make` alone lists them.
+#
+#   PYTHON=python3.12        the interpreter the virtual environment is made from (3.11 or newer)
+#   ARGS="-k leases -x"      passed on to pytest
+#   PIP_ARGS="--index-url …" passed on to pip, to take torch from another place
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+ARGS ?=
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+BENCHES := $(filter-out bench/_%,$(sort $(wildcard bench/*.py)))
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+
+.PHONY: help setup run test test-gpu check bench clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: $(STAMP) ## make the virtual environment and install everything, once
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) cannot make virtual environments; on Debian: apt install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) and the rest into $(VENV); the first time takes minutes"
+	@$(PIP) -c constraints.txt '$(TORCH)'
+	@$(PIP) -c constraints.txt -e '.[dev,local]'
+	@touch $@
+
+run: $(STAMP) ## train the digits on two nodes of this machine, kill a worker on the way, see it replaced
+	@$(BIN)/python examples/run_digits.py
+
+test: $(STAMP) ## run every test that needs neither root nor a GPU nor many minutes
+	@$(BIN)/python -m pytest -q -m 'not root and not gpu and not slow' $(ARGS)
+
+test-gpu: $(STAMP) ## run the tests that need a CUDA device
+	@$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+check: $(STAMP) ## ruff, mypy --strict, and the import arrows
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q -p no:randomly tests/test_arrows.py
+
+bench: $(STAMP) ## run every bench in its quick form
+	@test -n '$(BENCHES)' || echo "there is no bench yet: none in bench/*.py"
+	@for name in $(basename $(notdir $(BENCHES))); do echo "== bench.$$name"; $(BIN)/python -m bench.$$name --quick; done
+
+clean: ## remove caches and the runs
+	@rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## and the virtual environment
+	@rm -rf $(VENV)

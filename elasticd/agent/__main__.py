@@ -1,0 +1,91 @@
+"""The agent's process: `python -m elasticd.agent CONFIG.json`.
+
+Owns: the order in which things begin and end, signals, the exit code. Exit 0: the job succeeded, or this node left or stopped in order; 1: the job
+failed; else the code of the error that is printed as one line on standard error.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from elasticd.agent.config import AgentConfig
+from elasticd.errors import ElasticdError, UsageError
+from elasticd.observability.logging import log_to_file
+from elasticd.rendezvous.member import Member, MemberConfig
+
+if TYPE_CHECKING:
+    from elasticd.agent.agent import Finish
+
+log = structlog.get_logger("elasticd.agent")
+
+
+def member_config(config: AgentConfig) -> MemberConfig:
+    """The part of an agent's configuration that its membership needs."""
+    return MemberConfig(
+        keys=config.keys,
+        node=config.node,
+        address=config.address,
+        slots=config.nproc,
+        kv=config.kv,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        desired=config.desired,
+        max_restarts=config.max_restarts,
+        timing=config.timing,
+        probe_port=config.probe_port,
+        state_dir=config.state_dir,
+        reopen=config.reopen,
+    )
+
+
+def run(config: AgentConfig) -> Finish:
+    """Serve the job until it ends or this node leaves.
+
+    Raises:
+        ElasticdError: it could not begin, or the membership was lost for good.
+    """
+    member = Member(member_config(config))
+    try:
+        # What is wrong with etcd, files or names shows before torch has been imported, which takes seconds; registering waits until workers
+        # could be started, for the others stop theirs as soon as they see a newcomer.
+        member.connect()
+        from elasticd.agent.agent import JobAgent
+        from elasticd.agent.launch import ExecLauncher
+
+        agent = JobAgent(config, member, ExecLauncher())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda _number, _frame: agent.leave())
+        agent.run()
+        if agent.finish is None:
+            msg = "the agent ended without a result"
+            raise ElasticdError(msg)
+        return agent.finish
+    finally:
+        member.close()
+
+
+def main(argv: list[str]) -> int:
+    """Run the agent whose configuration file is the only argument."""
+    try:
+        if len(argv) != 1:
+            msg = "usage: python -m elasticd.agent CONFIG.json"
+            raise UsageError(msg)
+        config = AgentConfig.read(Path(argv[0]))
+        log_to_file(config.log_dir / config.job / config.node / "agent.jsonl", node=config.node)
+        finish = run(config)
+    except ElasticdError as error:
+        log.error("agent_exit", code=error.exit_code, result="failed", reason=str(error))
+        print(f"elasticd-agent: {error}", file=sys.stderr)  # noqa: T201  (the one line that its starter shows)
+        return error.exit_code
+    code = 1 if finish.ending.value == "failed" else 0
+    log.info("agent_exit", code=code, result=finish.ending.value, reason=finish.reason)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

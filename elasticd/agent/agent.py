@@ -1,0 +1,361 @@
+"""The elastic agent of one job on one node: torch's SimpleElasticAgent, driven by generations instead of by collective errors.
+
+Owns: the life of this node's workers, from an assignment to its report. Must not: decide who trains (`rendezvous`), or how a process is started
+(`launch`).
+
+One turn: wait for an assignment, start the workers, watch them and the membership at the same time (pidfds and the member's wake-up in one poll),
+stop them when told, report, wait again. Everything here happens in the main thread, on which the workers' lives hang (PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from elasticd.agent.environment import torch_environment
+from elasticd.agent.launch import Launcher, WorkerLaunch, WorkerSet, worker_environment
+from elasticd.agent.logs import GenerationLogs, RankLogs, describe_exit, read_error
+from elasticd.errors import RefusedError
+from elasticd.rendezvous.handler import EtcdRendezvousHandler, serve_store
+from elasticd.rendezvous.membership import Directive, Leave, Stop
+from elasticd.rendezvous.peers import neighbours, unreachable
+from elasticd.rendezvous.records import GenerationRecord, GenerationState, Mode, Outcome, Result
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it without saying so
+
+    from elasticd.agent.config import AgentConfig
+    from elasticd.rendezvous.member import Assignment, Member
+
+log = structlog.get_logger("elasticd.agent")
+
+CHECK_EVERY: Final = 1.0
+"""Seconds between looks at workers and directive when nothing wakes the loop: events do, this is the net below them."""
+PROBE_ALL_UP_TO: Final = 64
+"""Members probed one by one after a failed formation; in larger worlds only the neighbours are."""
+
+
+class Ending(Enum):
+    """How this agent's part in the job ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"  # an operator stopped the job
+    LEFT = "left"  # this node left; the job goes on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """The end, for whoever started the agent."""
+
+    ending: Ending
+    reason: str
+
+
+@dataclass(slots=True)
+class _Running:
+    """The generation whose workers run here."""
+
+    assignment: Assignment
+    workers: WorkerSet
+    logs: GenerationLogs
+    ranks: dict[int, RankLogs]
+    started_at: float
+    store: Store | None = None
+
+    @property
+    def number(self) -> int:
+        return self.assignment.generation.number
+
+
+class JobAgent(SimpleElasticAgent):
+    """See the module.
+
+    Args:
+        config: what to run.
+        member: connected, not yet started.
+        launcher: how workers are started.
+    """
+
+    def __init__(self, config: AgentConfig, member: Member, launcher: Launcher) -> None:
+        spec = WorkerSpec(
+            role=DEFAULT_ROLE,
+            local_world_size=config.nproc,
+            rdzv_handler=EtcdRendezvousHandler(member, config.job),
+            entrypoint=config.argv[0],
+            args=config.argv[1:],
+            max_restarts=config.max_restarts,
+        )
+        super().__init__(spec)
+        self._config = config
+        self._member = member
+        self._launcher = launcher
+        self._current: _Running | None = None
+        self._failure: tuple[int, ProcessFailure] | None = None
+        self._leave_asked = False
+        self._leave_by: float | None = None
+        self._signal_read, self._signal_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.finish: Finish | None = None
+
+    # --- from outside ----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Leave the job in order. Safe to call from a signal handler; a second call changes nothing."""
+        self._leave_asked = True
+        try:
+            os.write(self._signal_write, b"l")
+        except BlockingIOError:
+            pass
+
+    # --- SimpleElasticAgent ----------------------------------------------------------------------------------------------
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Turn until the job has ended or this node has left."""
+        self._member.start()
+        group = self._worker_group
+        while self.finish is None:
+            try:
+                self._initialize_workers(group)
+            except _NoAssignment:
+                self._conclude()
+                break
+            self._watch()
+        return self._result()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Wait for an assignment and deal its ranks: they are in the record, nobody has to be asked."""
+        try:
+            assignment = self._member.next_assignment(give_up=lambda: self._leave_asked)
+        except RefusedError:
+            raise _NoAssignment from None
+        if assignment is None:
+            raise _NoAssignment
+        generation = assignment.generation
+        store = serve_store(assignment) if assignment.store_socket is not None else None
+        self._assignment = assignment
+        self._store = store  # type: ignore[assignment]  # torch types it by its first value, None
+        group: Any = worker_group  # torch types these fields by their first value, None
+        group.store = store
+        group.group_rank = assignment.node_rank
+        group.group_world_size = len(generation.members)
+        group.master_addr = generation.store.address
+        group.master_port = generation.store.port
+        group.workers = [
+            Worker(
+                local_rank=local_rank,
+                global_rank=assignment.base_rank + local_rank,
+                role_rank=assignment.base_rank + local_rank,
+                world_size=generation.world_size,
+                role_world_size=generation.world_size,
+            )
+            for local_rank in range(self._config.nproc)
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start this node's workers of the assignment at hand."""
+        assignment, config = self._assignment, self._config
+        number = assignment.generation.number
+        logs = GenerationLogs.create(config.log_dir, config.job, config.node, number, self._member.id.incarnation)
+        ranks = {worker.local_rank: logs.rank(worker.global_rank) for worker in worker_group.workers}
+        workers = self._launcher.start([self._launch(assignment, local_rank, files) for local_rank, files in ranks.items()])
+        self._current = _Running(
+            assignment=assignment, workers=workers, logs=logs, ranks=ranks, started_at=time.monotonic(), store=worker_group.store
+        )
+        pids = {worker.local_rank: worker.pid for worker in workers.workers}
+        log.info(
+            "workers_started",
+            generation=number,
+            ranks=[worker.global_rank for worker in worker_group.workers],
+            pids=list(pids.values()),
+            at=time.time(),
+            logs=str(logs.directory),
+        )
+        return pids
+
+    def _launch(self, assignment: Assignment, local_rank: int, files: RankLogs) -> WorkerLaunch:
+        config = self._config
+        extra = torch_environment(
+            os.environ,
+            assignment.generation,
+            job=config.job,
+            node=config.node,
+            node_rank=assignment.node_rank,
+            base_rank=assignment.base_rank,
+            local_rank=local_rank,
+            nproc=config.nproc,
+            max_restarts=config.max_restarts,
+            error_file=files.error,
+        )
+        env = worker_environment(os.environ, extra)
+        return WorkerLaunch(local_rank=local_rank, argv=config.argv, env=env, cwd=config.cwd, stdout=files.stdout, stderr=files.stderr)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Kill what runs, at once: the orderly way is `_stop`."""
+        self._shutdown(signal.SIGKILL, 0)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers are, for torch's API; the loop here looks at them itself."""
+        return RunResult(state=WorkerState.HEALTHY if self._current and self._current.workers.alive else WorkerState.STOPPED)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """End the workers, whatever state they are in."""
+        if self._current is not None:
+            self._current.workers.stop(float(timeout), death_sig)
+
+    # --- while workers run -----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Watch the workers until they no longer run, and report how that came."""
+        current = self._current
+        assert current is not None  # noqa: S101  (just started)
+        while True:
+            exits = current.workers.poll()
+            # The directive is read after the exits: a worker that died of a peer's end is not taken for a failure when that end is known.
+            directive = self._member.directive
+            if self._told_to_stop(directive, current.number):
+                self._stop(current, directive)
+                return
+            if any(code != 0 for code in exits.values()):
+                self._worker_failed(current, exits)
+                return
+            if len(exits) == self._config.nproc:
+                self._report(current, Outcome(generation=current.number, result=Result.FINISHED), why="every worker returned 0")
+                return
+            if self._leaving_is_overdue():
+                self._stop(current, Leave(mode=Mode.KILL, why="the others did not agree on a stop in time"))
+                return
+            self._wait(current, CHECK_EVERY)
+
+    @staticmethod
+    def _told_to_stop(directive: Directive, number: int) -> bool:
+        return isinstance(directive, Leave) or (isinstance(directive, Stop) and directive.number == number)
+
+    def _wait(self, current: _Running, seconds: float) -> None:
+        """Until a worker ends, the directive changes, a signal comes, or `seconds` have passed."""
+        poller = select.poll()
+        for fd in (*current.workers.pidfds(), self._member.wake_fd, self._signal_read):
+            poller.register(fd, select.POLLIN)
+        poller.poll(max(0.0, seconds) * 1000)
+        self._member.drain_wake()
+        try:
+            while os.read(self._signal_read, 64):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _leaving_is_overdue(self) -> bool:
+        """Ask to leave if a signal said so; whether the answer has been waited for long enough."""
+        if not self._leave_asked:
+            return False
+        if self._leave_by is None:
+            self._leave_by = time.monotonic() + self._config.leave_timeout
+            log.info("leaving", timeout=self._config.leave_timeout)
+            self._member.ask_to_leave()
+        return time.monotonic() >= self._leave_by
+
+    def _stop(self, current: _Running, directive: Stop | Leave | Directive) -> None:
+        """Stop the workers as told: a grace period where everybody is well, and a cut one if that changes meanwhile."""
+        assert isinstance(directive, Stop | Leave)  # noqa: S101  (the caller looked)
+        grace = self._grace(directive.mode)
+        deadline = time.monotonic() + grace
+        for worker in current.workers.workers:
+            worker.send_signal(signal.SIGTERM)
+            worker.send_signal(signal.SIGCONT)  # a stopped process would not hear it
+        while len(current.workers.poll()) < self._config.nproc and time.monotonic() < deadline:
+            newest = self._member.directive
+            if isinstance(newest, Stop | Leave) and newest.mode is Mode.KILL:
+                deadline = min(deadline, time.monotonic() + self._grace(Mode.KILL))
+            self._wait(current, min(CHECK_EVERY, deadline - time.monotonic()))
+        current.workers.stop(0.0, signal.SIGKILL)
+        self._report(current, None, why=directive.why)
+
+    def _grace(self, mode: Mode) -> float:
+        return self._config.stop_grace if mode is Mode.AGREED_STOP else self._config.kill_grace
+
+    def _worker_failed(self, current: _Running, exits: dict[int, int]) -> None:
+        """A worker ended by itself, and not well: the others of this node cannot go on without it."""
+        local_rank = next(rank for rank, code in exits.items() if code != 0)
+        rank, code = current.assignment.base_rank + local_rank, exits[local_rank]
+        files = current.ranks[local_rank]
+        error = read_error(files.error)
+        detail = f"rank {rank} on {self._config.node}: {describe_exit(code)}" + (f": {error.exception}" if error else "")
+        log.error("worker_failed", generation=current.number, rank=rank, detail=detail, log=str(files.stderr))
+        self._failure = (rank, ProcessFailure(local_rank, current.workers.workers[local_rank].pid, code, str(files.error)))
+        current.workers.stop(self._config.kill_grace)
+        outcome = Outcome(generation=current.number, result=Result.FAILED, detail=detail[:2000])
+        self._report(current, outcome, why=detail, broken=self._broken_links(current))
+
+    def _broken_links(self, current: _Running) -> tuple[str, ...]:
+        """Whom this node cannot reach, if its workers failed before they can have got far: a formation that fails has its cause there."""
+        generation = current.assignment.generation
+        if time.monotonic() - current.started_at > self._config.ready_timeout or len(generation.members) == 1:
+            return ()
+        me = self._member.id
+        others = [member for member in generation.members if member.id != me]
+        asked = others if len(others) < PROBE_ALL_UP_TO else neighbours(generation, me)
+        return tuple(identity.incarnation for identity in unreachable(asked))
+
+    def _report(self, current: _Running, outcome: Outcome | None, *, why: str, broken: tuple[str, ...] = ()) -> None:
+        self._current = None
+        self._store = self._worker_group.store = current.store = None
+        stuck = current.workers.stuck
+        if stuck:
+            log.error("workers_stuck", generation=current.number, local_ranks=list(stuck), action="they hold their devices; this node needs a reboot")
+        log.info("workers_stopped", generation=current.number, why=why, outcome=outcome.result.value if outcome else None)
+        self._member.report_stopped(current.number, outcome, broken)
+
+    # --- the end ---------------------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        """No assignment will come: the job has ended, or this node is to leave."""
+        ended = self._member.ended
+        if ended is not None:
+            self.finish = _finish_of(ended)
+            return
+        if not self._leave_asked:
+            self.finish = Finish(ending=Ending.FAILED, reason=self._member.why or "membership lost")
+            return
+        self._member.ask_to_leave()
+        if not self._member.wait_left(self._config.leave_timeout):
+            log.warning("left_without_the_others", timeout=self._config.leave_timeout)
+        self.finish = Finish(ending=Ending.LEFT, reason="asked to leave")
+
+    def _result(self) -> RunResult:
+        assert self.finish is not None  # noqa: S101  (the loop ended by it)
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        if self.finish.ending is Ending.FAILED:
+            failures = {self._failure[0]: self._failure[1]} if self._failure and self._failure[0] in ranks else {}
+            return RunResult(state=WorkerState.FAILED, failures=failures)
+        state = WorkerState.SUCCEEDED if self.finish.ending is Ending.SUCCEEDED else WorkerState.STOPPED
+        return RunResult(state=state, return_values=dict.fromkeys(ranks))
+
+
+class _NoAssignment(Exception):  # noqa: N818  (not an error: the way out of torch's `_initialize_workers`)
+    """There will be no further assignment."""
+
+
+def _finish_of(ended: GenerationRecord) -> Finish:
+    endings = {
+        GenerationState.SUCCEEDED: Ending.SUCCEEDED,
+        GenerationState.FAILED: Ending.FAILED,
+        GenerationState.STOPPED: Ending.STOPPED,
+        GenerationState.ACTIVE: Ending.FAILED,
+    }
+    return Finish(ending=endings[ended.state], reason=ended.reason)

@@ -1,0 +1,76 @@
+"""One place where an error becomes a line on stderr and an exit code.
+
+Owns: how errors look, as text and as JSON. Must not: catch what is a fault of ours; that keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from elasticd.errors import ElasticdError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def reported(*, as_json: bool = False) -> Iterator[None]:
+    """End the command with one line and the right exit code where its body fails for a reason outside this program.
+
+    Args:
+        as_json: print `{"error": {"code", "message", "hint"}}` instead of a line for people.
+
+    Raises:
+        typer.Exit: in place of the error.
+    """
+    try:
+        yield
+    except ElasticdError as error:
+        _fail(error, as_json=as_json)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does: nobody is left to be told.
+        _drop_stdout()
+        raise typer.Exit(1) from None
+    except OSError as error:
+        _fail(ElasticdError(_of_os(error)), as_json=as_json)
+
+
+def _fail(error: ElasticdError, *, as_json: bool) -> None:
+    if as_json:
+        document = {"error": {"code": code_of(error), "message": error.message, "hint": error.remedy}}
+        print(json.dumps(document), file=sys.stderr)
+    else:
+        print(f"elasticctl: {one_line(str(error))}", file=sys.stderr)
+    raise typer.Exit(error.exit_code) from None
+
+
+def code_of(error: ElasticdError) -> str:
+    """The error's name for programs: "kv_unavailable" for KVUnavailableError."""
+    name = type(error).__name__.removesuffix("Error")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def one_line(text: str) -> str:
+    """`text` with line breaks and other control characters made harmless: it may hold what a user or a server wrote."""
+    return "".join(char if char.isprintable() else " " for char in text).strip()
+
+
+def _of_os(error: OSError) -> str:
+    what = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {what}" if error.filename else what
+
+
+def _drop_stdout() -> None:
+    """Keep Python's exit from flushing into the closed pipe and complaining."""
+    import os  # noqa: PLC0415 - only here
+
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

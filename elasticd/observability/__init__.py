@@ -1,0 +1,1 @@
+"""How the project speaks of itself: structured logs now; metrics and events later. Imports nothing else of elasticd but errors."""

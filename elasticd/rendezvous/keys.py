@@ -1,0 +1,109 @@
+"""Names of a job's keys in etcd.
+
+Owns: the layout below one prefix. Must not: read or write anything.
+
+::
+
+    /elasticd/v1/<cluster>/jobs/<job>/
+        target              wanted size and limits
+        proposal            the coordinator's next world, pending
+        generation          the world that trains, or how the job ended
+        budget              restarts used
+        checkpoint          newest committed checkpoint
+        members/<node>      one agent each, under its lease
+        events/<slot>-<what>  ring of what happened
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from elasticd.errors import UsageError
+
+ROOT = "/elasticd/v1"
+EVENT_SLOTS = 64
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+
+
+def checked_name(kind: str, name: str) -> str:
+    """Return `name` if it can be part of a key and of a file name.
+
+    Raises:
+        UsageError: it is empty, too long, or holds anything but letters, digits, "_", "." and "-".
+    """
+    if not _NAME.fullmatch(name):
+        msg = f"{kind} {name!r} is not a usable name"
+        raise UsageError(msg, remedy='use letters, digits, "_", "." and "-", at most 128, beginning with a letter or digit')
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class JobKeys:
+    """The keys of one job in one cluster."""
+
+    cluster: str
+    job: str
+
+    def __post_init__(self) -> None:
+        """Refuse names that would escape the prefix."""
+        checked_name("cluster", self.cluster)
+        checked_name("job", self.job)
+
+    @property
+    def scope(self) -> str:
+        """What every record of this job repeats, so that a record copied from elsewhere is refused."""
+        return f"{self.cluster}/{self.job}"
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of everything below."""
+        return f"{ROOT}/{self.cluster}/jobs/{self.job}/"
+
+    @property
+    def target(self) -> str:
+        """Wanted size and limits."""
+        return self.prefix + "target"
+
+    @property
+    def proposal(self) -> str:
+        """The pending next world."""
+        return self.prefix + "proposal"
+
+    @property
+    def generation(self) -> str:
+        """The world that trains, or how the job ended."""
+        return self.prefix + "generation"
+
+    @property
+    def budget(self) -> str:
+        """Restarts used."""
+        return self.prefix + "budget"
+
+    @property
+    def checkpoint(self) -> str:
+        """Newest committed checkpoint."""
+        return self.prefix + "checkpoint"
+
+    @property
+    def members(self) -> str:
+        """Prefix of the members."""
+        return self.prefix + "members/"
+
+    @property
+    def events(self) -> str:
+        """Prefix of the ring of events."""
+        return self.prefix + "events/"
+
+    def member(self, node: str) -> str:
+        """One node's member key."""
+        return self.members + checked_name("node", node)
+
+    def event(self, number: int, what: str) -> str:
+        """Slot of what happened to generation `number`; the ring forgets after EVENT_SLOTS generations."""
+        return f"{self.events}{number % EVENT_SLOTS:02d}-{what}"
+
+
+def jobs_prefix(cluster: str) -> str:
+    """Prefix of all jobs of a cluster."""
+    return f"{ROOT}/{checked_name('cluster', cluster)}/jobs/"

@@ -1,0 +1,551 @@
+"""What to do about the membership: pure functions of what is seen and the time.
+
+Owns: every decision of PROTOCOL's "generations" part, as `plan` (what a coordinator does) and `react` (what each member does). Must not: read
+a clock, talk to etcd, or touch a process. Tested by tables, by hypothesis, and walked by the protocol checker.
+
+`plan` looks at one `View` and returns one decision; whoever executes it does so in a transaction that fails if the view was stale, so that two
+coordinators, or a slow one, are ordinary cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elasticd.rendezvous.records import (
+    Cause,
+    CauseKind,
+    GenerationMember,
+    GenerationRecord,
+    GenerationState,
+    MemberId,
+    MemberRecord,
+    Mode,
+    ProposalRecord,
+    Result,
+    StoreAddress,
+    TargetRecord,
+)
+from elasticd.rendezvous.view import Keyed, View
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """How long to wait for what, in seconds.
+
+    Attributes:
+        settle: quiet time before forming or admitting with fewer nodes than desired; never applied to a loss.
+        settle_cap: longest such wait in all, however restless the membership.
+        ready_timeout: how long a proposed member may take to report before it is left out.
+        drain_timeout: how long an agreed stop may take before it becomes a kill.
+        ttl: the members' lease.
+        frozen_max: how long workers may go on without etcd.
+    """
+
+    settle: float = 1.0
+    settle_cap: float = 10.0
+    ready_timeout: float = 15.0
+    drain_timeout: float = 60.0
+    ttl: float = 10.0
+    frozen_max: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """What an observer remembers besides the view, on its own monotonic clock.
+
+    Attributes:
+        changed_at: when the set of candidates last changed.
+        restless_since: when there was first something to settle (enough candidates, or a newcomer).
+        proposal_seen_at: when the pending proposal was first seen.
+        orphaned_since: when it was first seen that no member of the generation is left; None while one is.
+        no_loss_before: a loss is not believed before this (an etcd outage lets many leases lapse at once; PROTOCOL 4).
+    """
+
+    changed_at: float = 0.0
+    restless_since: float = 0.0
+    proposal_seen_at: float = 0.0
+    orphaned_since: float | None = None
+    no_loss_before: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """Nothing to do now. `until` is when to look again even if nothing changes; `why` is for people."""
+
+    why: str
+    until: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Propose:
+    """Write a proposal. `charge` is what it adds to the budget: 1, 0, or -1 where a charged proposal turns out to be a loss."""
+
+    number: int
+    mode: Mode
+    members: tuple[MemberId, ...]
+    cause: Cause
+    not_ready: Mapping[str, int]
+    charge: int = 0
+    counted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activate:
+    """Make the pending proposal the generation."""
+
+    proposal: ProposalRecord
+    members: tuple[GenerationMember, ...]
+    store: StoreAddress
+    restarts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """Close the job: succeeded, failed with its budget used up, or stopped by an operator."""
+
+    state: GenerationState
+    reason: str
+
+
+Decision = Wait | Propose | Activate | End
+
+
+# --- who may train ---------------------------------------------------------------------------------------------------
+
+
+def not_ready_marks(view: View) -> dict[str, int]:
+    """Incarnation -> mod revision of members marked not ready and silent since (PROTOCOL 13)."""
+    marks: dict[str, int] = {}
+    if view.generation:
+        marks.update(view.generation.record.not_ready)
+    if view.pending:
+        marks.update(view.pending.record.not_ready)
+    return {
+        keyed.record.id.incarnation: keyed.mod_revision
+        for keyed in view.members.values()
+        if marks.get(keyed.record.id.incarnation) == keyed.mod_revision
+    }
+
+
+def candidates(view: View, marks: Mapping[str, int]) -> list[Keyed[MemberRecord]]:
+    """Members that may be in the next generation: survivors in the order of their ranks, then newcomers in the order they came."""
+    order: dict[MemberId, int] = {}
+    if view.generation:
+        order = {identity: rank for rank, identity in enumerate(view.generation.record.ids)}
+    able = [keyed for keyed in view.members.values() if not keyed.record.leaving and keyed.record.id.incarnation not in marks]
+    return sorted(able, key=lambda keyed: (order.get(keyed.record.id, len(order)), keyed.create_revision))
+
+
+def without_unreachable(members: Sequence[Keyed[MemberRecord]]) -> list[Keyed[MemberRecord]]:
+    """Leave out the fewest members so that all that stay reach each other, the youngest first (PROTOCOL 16).
+
+    Takes out the member with the most broken pairs until none is left: exact for the usual case, one bad node or one bad pair.
+    """
+    kept = list(members)
+    while True:
+        here = {keyed.record.id.incarnation for keyed in kept}
+        broken: dict[str, set[str]] = {incarnation: set() for incarnation in here}
+        for keyed in kept:
+            me = keyed.record.id.incarnation
+            for other in here.intersection(keyed.record.unreachable) - {me}:
+                broken[me].add(other)
+                broken[other].add(me)
+        worst = max(kept, key=lambda keyed: (len(broken[keyed.record.id.incarnation]), keyed.create_revision), default=None)
+        if worst is None or not broken[worst.record.id.incarnation]:
+            return kept
+        kept.remove(worst)
+
+
+def choose(view: View, target: TargetRecord, marks: Mapping[str, int]) -> tuple[MemberId, ...]:
+    """The members of the next generation, in rank order."""
+    return tuple(keyed.record.id for keyed in without_unreachable(candidates(view, marks))[: target.limit])
+
+
+# --- what became of the generation's members ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fate:
+    """The members of the active generation, by what became of them."""
+
+    lost: tuple[MemberId, ...] = ()
+    failed: tuple[Keyed[MemberRecord], ...] = ()
+    idle: tuple[Keyed[MemberRecord], ...] = ()
+    finished: tuple[Keyed[MemberRecord], ...] = ()
+    leaving: tuple[Keyed[MemberRecord], ...] = ()
+    running: tuple[Keyed[MemberRecord], ...] = ()
+
+
+def fate(view: View) -> Fate:
+    """Sort the active generation's members. `idle` have stopped their workers without saying that they failed or finished."""
+    generation = view.active
+    if generation is None:
+        return Fate()
+    lost: list[MemberId] = []
+    groups: dict[str, list[Keyed[MemberRecord]]] = {"failed": [], "idle": [], "finished": [], "running": []}
+    for identity in generation.ids:
+        keyed = view.present.get(identity)
+        if keyed is None:
+            lost.append(identity)
+            continue
+        groups[_condition(keyed.record, generation.number)].append(keyed)
+    here = [keyed for group in groups.values() for keyed in group]
+    return Fate(
+        lost=tuple(lost),
+        failed=tuple(groups["failed"]),
+        idle=tuple(groups["idle"]),
+        finished=tuple(groups["finished"]),
+        running=tuple(groups["running"]),
+        leaving=tuple(keyed for keyed in here if keyed.record.leaving),
+    )
+
+
+def _condition(member: MemberRecord, number: int) -> str:
+    if member.outcome and member.outcome.generation == number:
+        return member.outcome.result.value
+    return "idle" if member.stopped >= number else "running"
+
+
+def _nodes(identities: Iterable[MemberId]) -> tuple[str, ...]:
+    return tuple(identity.node for identity in identities)
+
+
+def _ids(members: Iterable[Keyed[MemberRecord]]) -> tuple[MemberId, ...]:
+    return tuple(keyed.record.id for keyed in members)
+
+
+# --- the coordinator ---------------------------------------------------------------------------------------------------
+
+
+def plan(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
+    """What a coordinator does next.
+
+    Args:
+        view: the whole job, every member included.
+        now: seconds on the clock that `memory` uses.
+    """
+    if view.target is None:
+        return Wait(why="no target written yet")
+    if view.over:
+        return Wait(why="the job has ended")
+    target = view.target.record
+    what = fate(view)
+    if view.active and len(what.finished) == len(view.active.members):
+        return End(state=GenerationState.SUCCEEDED, reason="every worker finished")
+    if not target.run:
+        return _plan_stop(view, target, now, memory, timing)
+    if view.pending:
+        return _plan_pending(view, view.pending.record, target, now, memory, timing)
+    if view.active is None:
+        return _plan_first(view, target, now, memory, timing)
+    return _plan_running(view, target, what, now, memory, timing)
+
+
+def _fresh(view: View) -> int:
+    return max(view.number, view.proposal.record.number if view.proposal else 0) + 1
+
+
+def _propose(view: View, target: TargetRecord, mode: Mode, cause: Cause, marks: Mapping[str, int], charge: int = 0) -> Propose:
+    return Propose(
+        number=_fresh(view),
+        mode=mode,
+        members=choose(view, target, marks),
+        cause=cause,
+        not_ready=dict(marks),
+        charge=charge,
+        counted=charge > 0,
+    )
+
+
+def _settled(count: int, target: TargetRecord, now: float, memory: Memory, timing: Timing) -> float | None:
+    """None if `count` nodes may go now, else when they may."""
+    if count >= target.limit:
+        return None
+    due = min(memory.changed_at + timing.settle, memory.restless_since + timing.settle_cap)
+    return None if now >= due else due
+
+
+def _plan_first(view: View, target: TargetRecord, now: float, memory: Memory, timing: Timing) -> Decision:
+    marks = not_ready_marks(view)
+    count = len(choose(view, target, marks))
+    if count < target.min_nodes:
+        return Wait(why=f"{count} of at least {target.min_nodes} nodes are here")
+    due = _settled(count, target, now, memory, timing)
+    if due is not None:
+        return Wait(why=f"{count} of {target.limit} nodes are here, waiting a moment for more", until=due)
+    return _propose(view, target, Mode.AGREED_STOP, Cause(kind=CauseKind.FORM), marks)
+
+
+def _plan_running(view: View, target: TargetRecord, what: Fate, now: float, memory: Memory, timing: Timing) -> Decision:
+    marks = not_ready_marks(view)
+    if what.lost:
+        if now < memory.no_loss_before:
+            return Wait(why="members are missing after an etcd outage, giving them time to come back", until=memory.no_loss_before)
+        return _propose(view, target, Mode.KILL, Cause(kind=CauseKind.LOSS, nodes=_nodes(what.lost)), marks)
+    if what.failed:
+        return _plan_failed(view, target, what, marks)
+    if what.idle:
+        return _propose(view, target, Mode.KILL, Cause(kind=CauseKind.WORKER_STOPPED, nodes=_nodes(_ids(what.idle))), marks)
+    if what.finished:
+        return Wait(why=f"{len(what.finished)} of {len(what.finished) + len(what.running)} nodes have finished")
+    if what.leaving:
+        return _propose(view, target, Mode.AGREED_STOP, Cause(kind=CauseKind.LEAVE, nodes=_nodes(_ids(what.leaving))), marks)
+    return _plan_size(view, target, marks, now, memory, timing)
+
+
+def _plan_failed(view: View, target: TargetRecord, what: Fate, marks: Mapping[str, int]) -> Decision:
+    first = min(what.failed, key=lambda keyed: keyed.mod_revision)
+    detail = first.record.outcome.detail if first.record.outcome else ""
+    if view.restarts_used >= target.max_restarts:
+        reason = f"restart budget used up ({view.restarts_used} of {target.max_restarts}); last failure on {first.record.id.node}: {detail}"
+        return End(state=GenerationState.FAILED, reason=reason)
+    cause = Cause(kind=CauseKind.WORKER_FAILED, nodes=(first.record.id.node,), detail=detail)
+    return _propose(view, target, Mode.KILL, cause, marks, charge=1)
+
+
+def _plan_size(view: View, target: TargetRecord, marks: Mapping[str, int], now: float, memory: Memory, timing: Timing) -> Decision:
+    assert view.active is not None  # noqa: S101  (the caller has one)
+    old = set(view.active.ids)
+    wanted = choose(view, target, marks)
+    if len(old) > target.limit and len(wanted) >= target.min_nodes:
+        surplus = _nodes(identity for identity in view.active.ids if identity not in wanted)
+        return _propose(view, target, Mode.AGREED_STOP, Cause(kind=CauseKind.SCALE, nodes=surplus), marks)
+    newcomers = [identity for identity in wanted if identity not in old]
+    if not newcomers or len(wanted) <= len(old):
+        return Wait(why="training")
+    due = _settled(len(wanted), target, now, memory, timing)
+    if due is not None:
+        return Wait(why=f"{', '.join(_nodes(newcomers))} may join, waiting a moment for more", until=due)
+    return _propose(view, target, Mode.AGREED_STOP, Cause(kind=CauseKind.JOIN, nodes=_nodes(newcomers)), marks)
+
+
+def _plan_stop(view: View, target: TargetRecord, now: float, memory: Memory, timing: Timing) -> Decision:
+    """An operator asked for an orderly stop: everybody stops, then the job is closed."""
+    if view.generation is None:
+        return Wait(why="an operator asked not to run it")
+    what = fate(view)
+    reason = target.reason or "stopped by an operator"
+    if not what.running or view.active is None:
+        return End(state=GenerationState.STOPPED, reason=reason)
+    if not view.pending:
+        return Propose(
+            number=_fresh(view), mode=Mode.AGREED_STOP, members=(), cause=Cause(kind=CauseKind.SCALE, detail=reason), not_ready={}
+        )
+    due = memory.proposal_seen_at + timing.drain_timeout
+    if now >= due:
+        return End(state=GenerationState.STOPPED, reason=reason)
+    return Wait(why="stopping", until=due)
+
+
+def _plan_pending(view: View, proposal: ProposalRecord, target: TargetRecord, now: float, memory: Memory, timing: Timing) -> Decision:
+    marks = not_ready_marks(view)
+    what = fate(view)
+    missing = what.lost or [identity for identity in proposal.members if identity not in view.present]
+    if missing and now < memory.no_loss_before:
+        return Wait(why="members are missing after an etcd outage, giving them time to come back", until=memory.no_loss_before)
+    able = {keyed.record.id for keyed in candidates(view, marks)}
+    gone = [identity for identity in proposal.members if identity not in able]
+    mode = Mode.KILL if proposal.mode is Mode.KILL or what.lost or what.failed else Mode.AGREED_STOP
+    new_loss = bool(what.lost) and proposal.cause.kind is not CauseKind.LOSS
+    if gone or new_loss or (mode is Mode.KILL and proposal.mode is not Mode.KILL):
+        return _replace(view, proposal, target, mode, marks, loss=what.lost if new_loss else ())
+    late = _late(view, proposal, marks)
+    if late:
+        return _plan_late(view, proposal, target, late, now, memory, timing)
+    if len(proposal.members) < target.min_nodes:
+        wanted = choose(view, target, marks)
+        if len(wanted) >= target.min_nodes:
+            return _replace(view, proposal, target, mode, marks)
+        return Wait(why=f"{len(wanted)} of at least {target.min_nodes} nodes are here")
+    hold = orphan_hold(view, proposal.members, now, memory, timing)
+    if hold is not None:
+        return Wait(why="no member of the last generation is left: waiting until its workers must have stopped", until=hold)
+    return _activate(view, proposal)
+
+
+def _replace(
+    view: View, proposal: ProposalRecord, target: TargetRecord, mode: Mode, marks: Mapping[str, int], loss: Sequence[MemberId] = ()
+) -> Propose:
+    """A pending proposal cannot go on as it is. A failure that turns out to be the echo of a loss is not charged."""
+    cause = Cause(kind=CauseKind.LOSS, nodes=_nodes(loss)) if loss else proposal.cause
+    refund = -1 if loss and proposal.counted else 0
+    return Propose(
+        number=_fresh(view),
+        mode=mode,
+        members=choose(view, target, marks),
+        cause=cause,
+        not_ready=dict(marks),
+        charge=refund,
+        counted=proposal.counted and not refund,
+    )
+
+
+def _late(view: View, proposal: ProposalRecord, marks: Mapping[str, int]) -> list[Keyed[MemberRecord]]:
+    """Who has yet to report that it stopped the last generation: the proposed, and old members still here (PROTOCOL 12)."""
+    awaited = set(proposal.members)
+    if view.active:
+        awaited.update(view.active.ids)
+    return [
+        keyed
+        for keyed in view.members.values()
+        if keyed.record.id in awaited and keyed.record.id.incarnation not in marks and keyed.record.stopped < view.number
+    ]
+
+
+def _plan_late(
+    view: View, proposal: ProposalRecord, target: TargetRecord, late: Sequence[Keyed[MemberRecord]], now: float, memory: Memory, timing: Timing
+) -> Decision:
+    agreed = proposal.mode is Mode.AGREED_STOP
+    due = memory.proposal_seen_at + (timing.drain_timeout if agreed else timing.ready_timeout)
+    if now < due:
+        return Wait(why=f"waiting for {', '.join(_nodes(_ids(late)))} to stop", until=due)
+    if agreed:
+        return _replace(view, proposal, target, Mode.KILL, not_ready_marks(view))
+    marks = {**not_ready_marks(view), **{keyed.record.id.incarnation: keyed.mod_revision for keyed in late}}
+    return _replace(view, proposal, target, Mode.KILL, marks)
+
+
+def orphan_hold(view: View, chosen: Sequence[MemberId], now: float, memory: Memory, timing: Timing) -> float | None:
+    """Until when a generation that shares no member with the last one must wait (PROTOCOL 15); None if it need not.
+
+    A node's new agent held the node's lock before it registered, so the old agent there is dead, and its workers with it; an old member that
+    is here and says so has stopped them. Old nodes of which neither is known may train on unseen: for one TTL if a partner is known to have
+    stopped (they see it unreachable), else as long as they may be frozen.
+    """
+    generation = view.active
+    if generation is None or set(chosen).intersection(generation.ids):
+        return None
+    old = set(generation.ids)
+    proven = {
+        keyed.record.id.node for keyed in view.members.values() if keyed.record.id not in old or keyed.record.stopped >= generation.number
+    }
+    unproven = [identity for identity in generation.ids if identity.node not in proven]
+    if not unproven:
+        return None
+    since = now if memory.orphaned_since is None else memory.orphaned_since
+    partner_dead = len(unproven) < len(generation.ids)
+    due = since + timing.ttl + (0.0 if partner_dead else generation.frozen_max)
+    return due if now < due else None
+
+
+def _activate(view: View, proposal: ProposalRecord) -> Activate:
+    records = [view.present[identity].record for identity in proposal.members]
+    previous = view.generation.record if view.generation else None
+    return Activate(
+        proposal=proposal,
+        members=tuple(
+            GenerationMember(id=record.id, address=record.address, slots=record.slots, probe_port=record.probe_port) for record in records
+        ),
+        store=StoreAddress(address=records[0].address, port=records[0].store_port),
+        restarts=previous.restarts + 1 if previous else 0,
+    )
+
+
+def observe(memory: Memory, before: View, after: View, now: float, timing: Timing) -> Memory:
+    """What to remember after the view changed from `before` to `after` at `now`."""
+    changed_at, restless_since = memory.changed_at, memory.restless_since
+    if _ids_of(before) != _ids_of(after):
+        restless_since = now if now - changed_at > timing.settle else restless_since
+        changed_at = now
+    seen = memory.proposal_seen_at
+    if after.pending and (not before.pending or before.pending.record.number != after.pending.record.number):
+        seen = now
+    orphaned = None
+    if after.active and not any(identity in after.present for identity in after.active.ids):
+        orphaned = now if memory.orphaned_since is None else memory.orphaned_since
+    return replace(memory, changed_at=changed_at, restless_since=restless_since, proposal_seen_at=seen, orphaned_since=orphaned)
+
+
+def _ids_of(view: View) -> frozenset[MemberId]:
+    return frozenset(keyed.record.id for keyed in view.members.values() if not keyed.record.leaving)
+
+
+# --- each member -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Local:
+    """What a member knows of itself.
+
+    Attributes:
+        running: the generation whose workers it runs, None if it runs none.
+        floor: the highest proposal it has seen; it starts nothing older (PROTOCOL 11).
+        stopped: the highest generation whose workers it has stopped for good.
+    """
+
+    id: MemberId
+    running: int | None = None
+    floor: int = 0
+    stopped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Start the workers of `number`, after one more look at etcd (PROTOCOL 14)."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """Stop the workers of `number`."""
+
+    number: int
+    mode: Mode
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Write `stopped` = `number` into the own key: it runs nothing and never started that."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """The job is over for this member: stop whatever runs, then go."""
+
+    mode: Mode
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stay:
+    """Go on as you are."""
+
+    why: str
+
+
+Directive = Start | Stop | Report | Leave | Stay
+
+
+def react(generation: GenerationRecord | None, proposal: ProposalRecord | None, local: Local, *, over: bool) -> Directive:
+    """What a member does about what it sees.
+
+    Args:
+        over: the job has ended and nobody reopened it.
+    """
+    if over and generation:
+        return Leave(mode=Mode.KILL, why=f"job {generation.state.value}: {generation.reason}")
+    number = generation.number if generation else 0
+    pending = proposal if proposal and proposal.number > number else None
+    if local.running is not None:
+        if pending and local.running < pending.number:
+            return Stop(number=local.running, mode=pending.mode, why=str(pending.cause))
+        if local.running < number:
+            return Stop(number=local.running, mode=Mode.KILL, why=f"generation {number} formed without this node")
+        return Stay(why="training")
+    if pending:
+        return Report(number=number) if local.stopped < number else Stay(why=f"waiting for generation {pending.number}")
+    if generation and not generation.ended and local.id in generation.ids and local.stopped < number and number >= local.floor:
+        return Start(number=number)
+    return Stay(why="standing by")
+
+
+def reported_result(member: MemberRecord, number: int) -> Result | None:
+    """How the member's workers of generation `number` ended, if it said."""
+    if member.outcome and member.outcome.generation == number:
+        return member.outcome.result
+    return None

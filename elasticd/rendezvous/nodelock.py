@@ -1,0 +1,69 @@
+"""One agent per job and node: a lock that dies with its holder.
+
+Owns: the flock that lets a restarted agent know that its predecessor is dead (PROTOCOL 1). Must not: read etcd.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Self
+
+from elasticd.errors import RefusedError, UsageError
+from elasticd.rendezvous.keys import checked_name
+
+
+def boot_id() -> str:
+    """This boot of this kernel; another one cannot have our processes."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def default_state_dir() -> Path:
+    """Where small state of this user's agents lives on this machine until it reboots."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "elasticd" if base else Path(f"/tmp/elasticd-{os.getuid()}")  # noqa: S108  (0700, checked in NodeLock)
+
+
+class NodeLock:
+    """Exclusive for (cluster, job, node) on this machine, held until closed or until the process ends.
+
+    Raises:
+        RefusedError: a living agent holds it.
+        UsageError: the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, cluster: str, job: str, node: str) -> None:
+        for kind, name in (("cluster", cluster), ("job", job), ("node", node)):
+            checked_name(kind, name)
+        self.path = directory / f"{cluster}--{job}--{node}.lock"
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if directory.stat().st_uid != os.getuid():
+                msg = f"{directory} belongs to another user"
+                raise UsageError(msg, remedy="set XDG_RUNTIME_DIR to a directory of your own")
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            msg = f"cannot use {self.path}: {error.strerror}"
+            raise UsageError(msg, remedy="give a directory that can be written") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
+            os.close(self._fd)
+            msg = f"another agent (pid {holder or 'unknown'}) serves job {job!r} as node {node!r} on this machine"
+            raise RefusedError(msg, remedy="stop it first, or give this one another node name") from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Let it go. The file stays: removing it would let two holders lock two files of one name."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()

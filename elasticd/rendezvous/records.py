@@ -1,0 +1,288 @@
+"""What the values in etcd hold: one model per kind of key, JSON, each with a schema version.
+
+Owns: the schemas, and refusing what does not fit them. Must not: know revisions (that is `view`) or decide anything.
+Unknown fields are refused, so that a newer writer is noticed rather than half understood.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Final, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from elasticd.errors import RecordError
+
+MAX_BYTES: Final = 64 * 1024
+"""Largest value believed, but for the two that name every member."""
+MAX_BYTES_WORLD: Final = 1024 * 1024
+"""Largest proposal or generation believed; 1,000 members need about 150 KiB."""
+
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+Text = Annotated[str, Field(max_length=2000)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Number = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class Record(BaseModel):
+    """Base of every value: frozen, strict about unknown fields, tied to one job by `scope` ("cluster/job")."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    v: Literal[1] = 1
+    scope: Annotated[str, Field(max_length=300)]
+
+    def to_bytes(self) -> bytes:
+        """Encode as compact JSON."""
+        return self.model_dump_json(exclude_defaults=False).encode()
+
+
+class Part(BaseModel):
+    """Base of what records are made of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class MemberId(Part):
+    """A member is a node and one agent process on it; a restarted agent is somebody else."""
+
+    node: Name
+    incarnation: Annotated[str, Field(pattern=r"[0-9a-f]{16}")]
+
+    def __str__(self) -> str:
+        return f"{self.node}/{self.incarnation[:8]}"
+
+
+class Result(StrEnum):
+    """How a member's workers of one generation ended."""
+
+    FINISHED = "finished"  # every worker returned 0
+    FAILED = "failed"  # one ended otherwise, by itself
+
+
+class Outcome(Part):
+    """How a member's workers ended, and in which generation. `detail` names the first failing rank and its error."""
+
+    generation: Number
+    result: Result
+    detail: Text = ""
+
+
+class MemberRecord(Record):
+    """`members/<node>`: one agent, under its lease.
+
+    Attributes:
+        address: where its peers reach it.
+        slots: workers it runs.
+        stopped: the highest generation whose workers it has stopped for good (PROTOCOL 3).
+        store_port: a listening socket it holds for the next generation's TCPStore.
+        probe_port: where it answers echoes.
+        unreachable: incarnations it could not reach after a failed generation.
+        leaving: it asks to be left out; it stays until others have formed without it.
+    """
+
+    id: MemberId
+    address: Annotated[str, Field(min_length=1, max_length=255)]
+    slots: Annotated[int, Field(ge=1, le=1024)]
+    boot_id: Annotated[str, Field(max_length=64)]
+    store_port: Port
+    probe_port: Port
+    stopped: Number = 0
+    outcome: Outcome | None = None
+    unreachable: tuple[str, ...] = ()
+    leaving: bool = False
+
+
+class Mode(StrEnum):
+    """How the old generation's workers are to end."""
+
+    AGREED_STOP = "agreed_stop"  # everybody is well: SIGTERM and a grace period
+    KILL = "kill"  # somebody is gone and the rest hang in a collective: at once
+
+
+class CauseKind(StrEnum):
+    """Why there is to be another generation."""
+
+    FORM = "form"
+    JOIN = "join"
+    LOSS = "loss"
+    WORKER_FAILED = "worker_failed"
+    WORKER_STOPPED = "worker_stopped"
+    LEAVE = "leave"
+    SCALE = "scale"
+
+
+class Cause(Part):
+    """Why, whose doing, and one line for people."""
+
+    kind: CauseKind
+    nodes: tuple[Name, ...] = ()
+    detail: Text = ""
+
+    def __str__(self) -> str:
+        who = f" of {', '.join(self.nodes)}" if self.nodes else ""
+        return f"{self.kind.value}{who}" + (f" ({self.detail})" if self.detail else "")
+
+
+class ProposalRecord(Record):
+    """`proposal`: the next world as the coordinator wants it. `number` is fresh for every proposal.
+
+    Attributes:
+        not_ready: incarnation -> mod revision of its key when it was found not ready; it is left out until that changes.
+        counted: the budget was charged for it.
+    """
+
+    number: Annotated[int, Field(ge=1, lt=2**53)]
+    mode: Mode
+    members: tuple[MemberId, ...]
+    cause: Cause
+    proposer: MemberId
+    not_ready: dict[str, int] = {}
+    counted: bool = False
+
+
+class GenerationState(StrEnum):
+    """Where the job stands."""
+
+    ACTIVE = "active"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"  # the restart budget is used up
+    STOPPED = "stopped"  # an operator's word
+
+
+class GenerationMember(Part):
+    """One member of a generation; its place in the list is its node rank."""
+
+    id: MemberId
+    address: Annotated[str, Field(min_length=1, max_length=255)]
+    slots: Annotated[int, Field(ge=1, le=1024)]
+    probe_port: Port
+
+
+class StoreAddress(Part):
+    """Where the generation's TCPStore is served, by the agent of the first member."""
+
+    address: Annotated[str, Field(min_length=1, max_length=255)]
+    port: Port
+
+
+class GenerationRecord(Record):
+    """`generation`: the world that trains, or how the job ended.
+
+    Attributes:
+        members: in the order of their ranks.
+        restarts: generations that were active before this one: what workers see as TORCHELASTIC_RESTART_COUNT.
+        frozen_max: seconds workers may go on without etcd, counted from the last successful keepalive.
+        formed_at: seconds since the epoch on the coordinator's clock, for people only; no decision reads it.
+    """
+
+    number: Annotated[int, Field(ge=1, lt=2**53)]
+    state: GenerationState = GenerationState.ACTIVE
+    reason: Text = ""
+    cause: Cause
+    members: tuple[GenerationMember, ...]
+    store: StoreAddress
+    restarts: Number = 0
+    frozen_max: float = 600.0
+    formed_at: float = 0.0
+    not_ready: dict[str, int] = {}
+
+    @property
+    def ids(self) -> tuple[MemberId, ...]:
+        """Its members' identities in the order of their ranks."""
+        return tuple(member.id for member in self.members)
+
+    @property
+    def world_size(self) -> int:
+        """Workers in all."""
+        return sum(member.slots for member in self.members)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job is over."""
+        return self.state is not GenerationState.ACTIVE
+
+    def base_rank(self, member: MemberId) -> int:
+        """Global rank of the first worker of `member`.
+
+        Raises:
+            KeyError: it is not in this generation.
+        """
+        rank = 0
+        for candidate in self.members:
+            if candidate.id == member:
+                return rank
+            rank += candidate.slots
+        raise KeyError(str(member))
+
+
+class TargetRecord(Record):
+    """`target`: what operators want. Numbers and names, never a command.
+
+    Attributes:
+        run: false asks for an orderly stop.
+        desired: nodes wanted; nodes above it stand by.
+        max_restarts: failures of workers the job may have in all.
+    """
+
+    run: bool = True
+    min_nodes: Annotated[int, Field(ge=1, le=100_000)]
+    max_nodes: Annotated[int, Field(ge=1, le=100_000)]
+    desired: Annotated[int, Field(ge=1, le=100_000)]
+    max_restarts: Annotated[int, Field(ge=0, le=1_000_000)] = 10
+    reason: Text = ""
+
+    @property
+    def limit(self) -> int:
+        """Nodes that train at most."""
+        return min(self.desired, self.max_nodes)
+
+
+class BudgetRecord(Record):
+    """`budget`: restarts used so far, by the whole job."""
+
+    used: Number = 0
+
+
+class CheckpointRecord(Record):
+    """`checkpoint`: the newest committed checkpoint, and who holds it."""
+
+    generation: Number
+    step: Number
+    digest: Annotated[str, Field(max_length=128)]
+    holders: tuple[Name, ...] = ()
+
+
+class EventRecord(Record):
+    """`events/<slot>`: one thing that happened. `at` is seconds since the epoch, for people."""
+
+    number: Number
+    at: float
+    what: Annotated[str, Field(max_length=64)]
+    detail: Text = ""
+
+
+R = TypeVar("R", bound=Record)
+
+
+def parse(model: type[R], key: str, value: bytes, scope: str) -> R:
+    """Read a value, or say what is wrong with it.
+
+    Raises:
+        RecordError: too large, not JSON, not this schema, or of another job or cluster. The message names the key.
+    """
+    limit = MAX_BYTES_WORLD if model in (ProposalRecord, GenerationRecord) else MAX_BYTES
+    if len(value) > limit:
+        msg = f"{key}: {len(value)} bytes, more than the {limit} believed"
+        raise RecordError(msg)
+    try:
+        record = model.model_validate_json(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        msg = f"{key}: {place + ': ' if place else ''}{first['msg']}"
+        raise RecordError(msg) from None
+    if record.scope != scope:
+        msg = f"{key}: belongs to {record.scope!r}, not to {scope!r}"
+        raise RecordError(msg)
+    return record

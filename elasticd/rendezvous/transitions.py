@@ -1,0 +1,172 @@
+"""How each step of the protocol is written: one transaction each, as plain values.
+
+Owns: which revisions a step compares, and what it writes. Must not: send anything, or decide whether to.
+Every value written holds something only its writer can have made (an incarnation, a fresh number), so that a write whose answer was lost can be
+recognised when it is read back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticd.kv.types import Compare, Delete, KeyValue, Op, Put, Target
+from elasticd.rendezvous.keys import JobKeys
+from elasticd.rendezvous.membership import Activate, End, Propose
+from elasticd.rendezvous.records import (
+    BudgetRecord,
+    CheckpointRecord,
+    EventRecord,
+    GenerationRecord,
+    MemberId,
+    MemberRecord,
+    ProposalRecord,
+    Record,
+    TargetRecord,
+)
+from elasticd.rendezvous.view import Keyed, View
+
+
+@dataclass(frozen=True, slots=True)
+class Txn:
+    """Do `ops` if all `compares` hold."""
+
+    compares: tuple[Compare, ...]
+    ops: tuple[Op, ...]
+
+
+def unchanged(key: str, keyed: Keyed[Record] | None) -> Compare:
+    """`key` is as it was seen; None means it did not exist."""
+    return Compare(key=key, target=Target.MOD, op="==", value=keyed.mod_revision if keyed else 0)
+
+
+def create_target(keys: JobKeys, target: TargetRecord) -> Txn:
+    """Write the job's size, unless somebody has."""
+    return Txn((Compare(key=keys.target, target=Target.CREATE, op="==", value=0),), (Put(key=keys.target, value=target.to_bytes()),))
+
+
+def write_target(keys: JobKeys, seen: KeyValue | None, target: TargetRecord) -> Txn:
+    """Change the job's size, or reopen it, as long as nobody else did meanwhile."""
+    compare = Compare(key=keys.target, target=Target.MOD, op="==", value=seen.mod_revision if seen else 0)
+    return Txn((compare,), (Put(key=keys.target, value=target.to_bytes()),))
+
+
+def register(keys: JobKeys, record: MemberRecord, lease: int) -> Txn:
+    """Create the own member key; never take one over (PROTOCOL 1)."""
+    key = keys.member(record.id.node)
+    return Txn((Compare(key=key, target=Target.CREATE, op="==", value=0),), (Put(key=key, value=record.to_bytes(), lease=lease),))
+
+
+def remove_member(keys: JobKeys, node: str, mod_revision: int) -> Txn:
+    """Delete a member key that nobody changed since it was seen: a dead agent's, or the own on leaving (PROTOCOL 1, 17)."""
+    key = keys.member(node)
+    return Txn((Compare(key=key, target=Target.MOD, op="==", value=mod_revision),), (Delete(key=key),))
+
+
+def reattach(keys: JobKeys, record: MemberRecord, lease: int, generation: Keyed[GenerationRecord], proposal: Keyed[ProposalRecord] | None) -> Txn:
+    """Re-create the own key after its lease lapsed, while nothing else has happened to the job (PROTOCOL 4, exception)."""
+    key = keys.member(record.id.node)
+    return Txn(
+        (
+            Compare(key=key, target=Target.CREATE, op="==", value=0),
+            unchanged(keys.generation, generation),
+            unchanged(keys.proposal, proposal),
+        ),
+        (Put(key=key, value=record.to_bytes(), lease=lease),),
+    )
+
+
+def report(keys: JobKeys, record: MemberRecord, mod_revision: int, lease: int) -> Txn:
+    """Write the own member key anew: stopped, outcome, a fresh store socket, leaving."""
+    key = keys.member(record.id.node)
+    return Txn((Compare(key=key, target=Target.MOD, op="==", value=mod_revision),), (Put(key=key, value=record.to_bytes(), lease=lease),))
+
+
+def propose(keys: JobKeys, view: View, decision: Propose, proposer: MemberId) -> Txn:
+    """Write a proposal, and charge the budget with it (PROTOCOL 20)."""
+    record = ProposalRecord(
+        scope=keys.scope,
+        number=decision.number,
+        mode=decision.mode,
+        members=decision.members,
+        cause=decision.cause,
+        proposer=proposer,
+        not_ready=dict(decision.not_ready),
+        counted=decision.counted,
+    )
+    compares = [unchanged(keys.proposal, view.proposal), unchanged(keys.generation, view.generation), unchanged(keys.target, view.target)]
+    ops: list[Op] = [Put(key=keys.proposal, value=record.to_bytes())]
+    if decision.charge:
+        compares.append(unchanged(keys.budget, view.budget))
+        used = max(0, view.restarts_used + decision.charge)
+        ops.append(Put(key=keys.budget, value=BudgetRecord(scope=keys.scope, used=used).to_bytes()))
+    return Txn(tuple(compares), tuple(ops))
+
+
+def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, frozen_max: float, at: float) -> Txn:
+    """Make the pending proposal the generation (PROTOCOL 12).
+
+    Compared: proposal, generation and checkpoint, the own key, and that no member was added or changed since `view`.
+    """
+    record = GenerationRecord(
+        scope=keys.scope,
+        number=decision.proposal.number,
+        cause=decision.proposal.cause,
+        members=decision.members,
+        store=decision.store,
+        restarts=decision.restarts,
+        frozen_max=frozen_max,
+        formed_at=at,
+        not_ready=decision.proposal.not_ready,
+    )
+    own = view.members.get(me.node)
+    compares = (
+        unchanged(keys.proposal, view.proposal),
+        unchanged(keys.generation, view.generation),
+        unchanged(keys.checkpoint, view.checkpoint),
+        unchanged(keys.member(me.node), own),
+        Compare(key=keys.members, prefix=True, target=Target.MOD, op="<", value=view.revision + 1),
+    )
+    event = EventRecord(
+        scope=keys.scope,
+        number=record.number,
+        at=at,
+        what="formed",
+        detail=f"{len(record.members)} nodes, {record.world_size} workers: {record.cause}",
+    )
+    return Txn(
+        compares, (Put(key=keys.generation, value=record.to_bytes()), Put(key=keys.event(event.number, event.what), value=event.to_bytes()))
+    )
+
+
+def end(keys: JobKeys, generation: Keyed[GenerationRecord], decision: End, *, at: float) -> Txn:
+    """Close the job, whatever is pending (PROTOCOL 19)."""
+    record = generation.record.model_copy(update={"state": decision.state, "reason": decision.reason})
+    event = EventRecord(scope=keys.scope, number=record.number, at=at, what=decision.state.value, detail=decision.reason)
+    return Txn(
+        (unchanged(keys.generation, generation),),
+        (Put(key=keys.generation, value=record.to_bytes()), Put(key=keys.event(event.number, event.what), value=event.to_bytes())),
+    )
+
+
+def repair(key: str, record: Record, seen: int, lease: int = 0) -> Txn:
+    """Put the last good value back over garbage (`seen` is its mod revision), or where the key was removed (0)."""
+    return Txn((Compare(key=key, target=Target.MOD, op="==", value=seen),), (Put(key=key, value=record.to_bytes(), lease=lease),))
+
+
+def commit(keys: JobKeys, view: View, record: CheckpointRecord) -> Txn:
+    """Make a checkpoint the newest, fenced by the active generation (PROTOCOL 23).
+
+    Raises:
+        ValueError: no generation is active, the checkpoint is another generation's, or not newer than the committed one.
+    """
+    generation = view.active
+    if generation is None or generation.number != record.generation:
+        msg = f"generation {record.generation} is not the active one"
+        raise ValueError(msg)
+    if view.checkpoint and (record.generation, record.step) <= (view.checkpoint.record.generation, view.checkpoint.record.step):
+        msg = f"step {record.step} of generation {record.generation} is not newer than the committed one"
+        raise ValueError(msg)
+    return Txn(
+        (unchanged(keys.generation, view.generation), unchanged(keys.checkpoint, view.checkpoint)),
+        (Put(key=keys.checkpoint, value=record.to_bytes()),),
+    )

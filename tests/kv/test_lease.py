@@ -1,0 +1,182 @@
+"""Leases: kept alive, let go, and lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from elasticd.errors import LeaseLostError
+from elasticd.kv import Compare, EtcdKV, Put, Target
+from elasticd.kv.lease import boottime
+from tests.support.etcd import Server, await_
+
+if TYPE_CHECKING:
+    from tests.kv.conftest import Connect
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Changes:
+    """Counts on_change and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.event = threading.Event()
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.event.set()
+
+
+def always() -> bool:
+    return True
+
+
+def bind(kv: EtcdKV, key: str, lease_id: int) -> None:
+    assert kv.txn([Compare(key=key, target=Target.CREATE, op="==", value=0)], [Put(key=key, value=b"1", lease=lease_id)]).succeeded
+
+
+@pytest.mark.parametrize(("asked", "granted"), [(1, 2.0), (2, 2.0), (2.2, 3.0), (10, 10.0)])
+def test_a_ttl_is_whole_seconds_and_at_least_two(kv: EtcdKV, asked: float, granted: float) -> None:
+    """etcd's floor is 2 s; fractions are rounded up."""
+    lease = kv.lease(asked)
+    assert lease.ttl == granted
+    assert boottime() - 5 < lease.last_renewed <= boottime()
+    lease.revoke()
+
+
+def test_a_lease_outlives_its_ttl_while_it_is_renewed(kv: EtcdKV, prefix: str) -> None:
+    """Renewed each third, counted apart from other requests, and dated at the sending."""
+    lease = kv.lease(2)
+    changes = Changes()
+    bind(kv, prefix + "a", lease.id)
+    requests = kv.stats.requests
+    lease.start(always, changes)
+    granted = lease.last_renewed
+    await_(lambda: lease.last_renewed - granted > 3.2, what="renewals past the TTL")
+    assert kv.stats.keepalives == 5
+    assert kv.stats.requests == requests
+    assert kv.get(prefix + "a") is not None
+    assert (lease.lost, lease.reachable, changes.count) == (False, True, 0)
+
+
+def test_a_lease_lapses_while_its_owner_hangs(kv: EtcdKV, prefix: str) -> None:
+    """may_renew() false lets etcd drop the keys; true again finds the lease lost."""
+    lease = kv.lease(2)
+    changes = Changes()
+    alive = threading.Event()
+    bind(kv, prefix + "a", lease.id)
+    lease.start(alive.is_set, changes)
+    await_(lambda: kv.get(prefix + "a") is None, what="expiry")
+    assert not lease.lost
+    assert kv.stats.keepalives == 0
+    alive.set()
+    assert changes.event.wait(3)
+    assert lease.lost
+
+
+def test_a_may_renew_that_raises_counts_as_no(kv: EtcdKV, prefix: str) -> None:
+    """A broken owner must not keep its keys."""
+    lease = kv.lease(2)
+    bind(kv, prefix + "a", lease.id)
+    lease.start(lambda: 1 // 0 == 0, Changes())
+    await_(lambda: kv.get(prefix + "a") is None, what="expiry")
+
+
+def test_a_lease_revoked_by_somebody_is_reported_lost(kv: EtcdKV, server: Server, connect: Connect, prefix: str) -> None:
+    """TTL 0 in the answer is loss, told once; a put under it is LeaseLostError."""
+    lease = kv.lease(2)
+    changes = Changes()
+    bind(kv, prefix + "a", lease.id)
+    lease.start(always, changes)
+    kv._caller.call("test", lambda link, timeout: link.lease.LeaseRevoke(_revoke(lease.id), timeout=timeout))
+    assert changes.event.wait(3)
+    assert (lease.lost, changes.count) == (True, 1)
+    with pytest.raises(LeaseLostError):
+        kv.txn([], [Put(key=prefix + "b", value=b"1", lease=lease.id)])
+
+
+def _revoke(lease_id: int) -> object:
+    from elasticd.kv import _etcd3
+
+    return _etcd3.rpc.LeaseRevokeRequest(ID=lease_id)
+
+
+def test_revoke_drops_the_keys_at_once(kv: EtcdKV, prefix: str) -> None:
+    """A planned leave does not wait for the TTL."""
+    lease = kv.lease(30)
+    bind(kv, prefix + "a", lease.id)
+    lease.start(always, Changes())
+    lease.revoke()
+    assert kv.get(prefix + "a") is None
+    lease.revoke()  # again is harmless
+
+
+def test_stop_keeps_the_lease_until_it_lapses(kv: EtcdKV, prefix: str) -> None:
+    """stop() ends the thread promptly and revokes nothing."""
+    lease = kv.lease(30)
+    bind(kv, prefix + "a", lease.id)
+    lease.start(always, Changes())
+    started = time.monotonic()
+    lease.stop()
+    assert time.monotonic() - started < 1
+    assert kv.get(prefix + "a") is not None
+    assert not [thread for thread in threading.enumerate() if thread.name == f"lease-{lease.id:x}"]
+
+
+def test_a_short_outage_keeps_the_lease(server: Server, connect: Connect, prefix: str) -> None:
+    """Unreachable is told after a third of the TTL, reachable again after the return, and nothing is lost."""
+    kv = connect(server.endpoint)
+    lease = kv.lease(5)
+    changes = Changes()
+    bind(kv, prefix + "a", lease.id)
+    lease.start(always, changes)
+    server.kill()
+    await_(lambda: not lease.reachable, what="unreachable")
+    assert not lease.lost
+    server.start()
+    await_(lambda: lease.reachable, what="reachable")
+    assert (lease.lost, changes.count) == (False, 2)
+    assert kv.get(prefix + "a") is not None
+
+
+def test_a_pause_past_the_ttl_loses_the_lease(server: Server, connect: Connect, prefix: str) -> None:
+    """While etcd is stopped the lease is unreachable and not lost; when it goes on, it is lost, and a write says so."""
+    kv = connect(server.endpoint, call_timeout=1.0)
+    lease = kv.lease(2)
+    changes = Changes()
+    bind(kv, prefix + "a", lease.id)
+    lease.start(always, changes)
+    renewed = lease.last_renewed
+    server.pause()
+    await_(lambda: boottime() - renewed > 4, what="the TTL passing")
+    assert (lease.lost, lease.reachable) == (False, False)
+    server.resume()
+    await_(lambda: lease.lost, what="loss")
+    assert lease.reachable
+    with pytest.raises(LeaseLostError):
+        kv.txn([Compare(key=prefix + "b", target=Target.CREATE, op="==", value=0)], [Put(key=prefix + "b", value=b"1", lease=lease.id)])
+
+
+def test_a_listener_that_raises_does_not_stop_renewal(server: Server, connect: Connect) -> None:
+    """on_change is somebody else's code."""
+    kv = connect(server.endpoint)
+    lease = kv.lease(3)
+    lease.start(always, lambda: 1 // 0)
+    server.kill()
+    await_(lambda: not lease.reachable, what="unreachable")
+    server.start()
+    await_(lambda: lease.reachable or lease.lost, what="an answer")
+    assert not lease.lost
+
+
+def test_a_lease_starts_once(kv: EtcdKV) -> None:
+    """A second start() is a mistake in the program."""
+    lease = kv.lease(30)
+    lease.start(always, Changes())
+    with pytest.raises(RuntimeError, match="started before"):
+        lease.start(always, Changes())
+    lease.revoke()
