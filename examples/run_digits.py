@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SCRIPT = Path(__file__).with_name("digits.py")
-STEP = re.compile(r"\bstep (\d+) loss ")
+STEP = re.compile(r"step (\d+) loss ")
 LEAVINGS = ("checkpoint.pt", "checkpoint.partial", "result.json", "result.json.partial", "summary.json", "rank-*.pid")
 
 
@@ -132,11 +132,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def check(out: Path, *, accuracy: float) -> None:
     """Compare what the run left behind with what it promised, and say it."""
     summary, result = read_json(out / "summary.json"), read_json(out / "result.json")
-    generations = summary["generations"]
-    count = generations if isinstance(generations, int) else len(generations)
+    count = len(summary["generations"])
     say(f"result {summary['result']}, {count} generations, {result['steps']} steps, test accuracy {result['accuracy']:.4f}")
-    if summary["result"] != "success":
-        message = f"the result is {summary['result']!r}, not 'success'"
+    if summary["result"] != "succeeded":
+        message = f"the result is {summary['result']!r}, not 'succeeded'"
         raise DemonstrationError(message)
     if count < 2:
         message = "there was one generation: the killed worker was not replaced in a new one"

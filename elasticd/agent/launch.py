@@ -351,8 +351,7 @@ def _is(kind: Callable[[int], bool], path: Path) -> bool:
 
 
 def _start_one(launch: WorkerLaunch) -> ExecWorker:
-    # utf8: the shim decodes and encodes argv losslessly whatever locale the worker's environment asks for.
-    command = [sys.executable, "-I", "-S", "-X", "utf8", str(_SHIM), str(os.getpid()), *launch.argv]
+    command = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), *launch.argv]
     with _log_file(launch.stdout) as stdout, _log_file(launch.stderr) as stderr:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=launch.cwd, env=launch.env, start_new_session=True)

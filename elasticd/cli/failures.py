@@ -70,7 +70,7 @@ def _of_os(error: OSError) -> str:
 
 def _drop_stdout() -> None:
     """Keep Python's exit from flushing into the closed pipe and complaining."""
-    import os  # noqa: PLC0415 - only here
+    import os
 
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import socket
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -265,10 +265,12 @@ class RunOptions:
         node, address: of this machine, with `store`.
         script: as it was typed, to print the command for another node.
         argv: the workers' command.
+        fresh_name: the job's name was made up, so that nobody else can have meant it.
         jsonl: print events as JSON lines instead of talking to a person.
     """
 
     job: str
+    fresh_name: bool
     cluster: str
     store: Store | None
     node: str | None
@@ -289,9 +291,28 @@ class RunOptions:
     again: bool
     show: Show
     jsonl: bool
-    nodes: tuple[str, ...] = field(default=())
 
     @property
     def local(self) -> bool:
         """Whether everything runs on this machine."""
         return self.store is None
+
+    def check(self) -> None:
+        """Refuse names, numbers and files that cannot work, before anything is started.
+
+        Raises:
+            UsageError: names the option at fault.
+        """
+        checked_names(cluster=self.cluster, job=self.job, node=self.node)
+        check_range("--nproc-per-node", self.nproc, 1, 1024)
+        check_range("--max-restarts", self.max_restarts, 0, 1_000_000)
+        check_range("--lease-ttl", self.lease_ttl, 2, 3600)
+        check_range("--settle", self.settle, 0, 86_400)
+        check_range("--stop-grace", self.stop_grace, 0, 3600)
+        check_range("--frozen-max", self.frozen_max, 0.1, 86_400)
+        check_summary(self.summary)
+
+
+def needs_etcd(option: str) -> UsageError:
+    """An option that means something only with --etcd."""
+    return UsageError(f"{option} is for one node of a job elsewhere", remedy="add --etcd, or leave it out")

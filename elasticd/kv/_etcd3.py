@@ -9,15 +9,21 @@ at protobuf's first import. The variable is put back at once: worker processes i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import UsageError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 _SWITCH = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+# Unless told otherwise, gRPC's core writes each failed TLS handshake to stderr, several a second; our errors word it once.
+_VERBOSITY = "GRPC_VERBOSITY"
 
 etcd3: Any = None
 rpc: Any = None
@@ -50,17 +56,23 @@ def _refuse_foreign_protobuf() -> None:
 
 
 def _import_pure() -> tuple[Any, Any]:
-    before = os.environ.get(_SWITCH)
-    os.environ[_SWITCH] = "python"
+    with _environment(_SWITCH, "python"), _environment(_VERBOSITY, os.environ.get(_VERBOSITY, "ERROR")), warnings.catch_warnings():
+        # The library is of 2020; its import-time deprecations are not our user's business.
+        warnings.simplefilter("ignore")
+        # Here and not above: when this happens is the point of the module.
+        import etcd3 as library
+        import grpc as transport
+    return transport, library
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
-        with warnings.catch_warnings():
-            # The library is of 2020; its import-time deprecations are not our user's business.
-            warnings.simplefilter("ignore")
-            import etcd3 as library  # noqa: PLC0415 - the point of this module is when this happens
-            import grpc as transport  # noqa: PLC0415
+        yield
     finally:
         if before is None:
-            del os.environ[_SWITCH]
+            del os.environ[name]
         else:
-            os.environ[_SWITCH] = before
-    return transport, library
+            os.environ[name] = before

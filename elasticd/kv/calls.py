@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elasticd.kv.stats import Counters
 
 _T = TypeVar("_T")
-_SHORTEST = 0.02  # seconds; an attempt with less than this left would only fail
+SHORTEST = 0.02  # seconds; an attempt with less than this left would only fail
 _PAUSES = (0.05, 0.4)  # seconds; first and longest pause after every endpoint failed in a row
 
 _log = structlog.get_logger("elasticd.kv")
@@ -100,7 +100,7 @@ class Caller:
         pauses = Pauses(*_PAUSES)
         causes: dict[str, str] = {}
         tried = 0
-        while (left := deadline - time.monotonic()) >= _SHORTEST:
+        while (left := deadline - time.monotonic()) >= SHORTEST:
             endpoint = self._ring.current
             failure, answer = self._attempt(operation, endpoint, send, min(self._timeout, left))
             if failure is None:

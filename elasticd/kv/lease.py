@@ -16,7 +16,7 @@ import structlog
 
 from elasticd.errors import KVError, LeaseLostError
 from elasticd.kv import _etcd3
-from elasticd.kv.calls import Caller, Pauses, failure_of
+from elasticd.kv.calls import SHORTEST, Caller, Pauses, failure_of
 from elasticd.kv.channels import METADATA, Channels
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Lease:
         """Whether etcd answered before `until`."""
         pauses = Pauses(0.05, max(0.05, min(0.4, self._period / 4)))
         tried = 0
-        while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
+        while not self._stop.is_set() and (left := until - time.monotonic()) >= SHORTEST:
             ttl = self._send(min(left, self._config.call_timeout))
             if ttl is not None and ttl > 0:
                 return True

@@ -33,7 +33,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     (r"hostname verification check failed|peer name .* is not in peer certificate", "its certificate does not carry this host name"),
     (r"wrong_version_number|packet_length_too_long|http_request", "it speaks plain text, and TLS was asked for"),
     (
-        r"unknown_ca|bad_certificate|certificate_required|certificate_unknown|handshake_failure|tlsv1_alert|sslv3_alert",
+        r"unknown_ca|bad_certificate|certificate_required|certificate_unknown|handshake_failure|tlsv1_alert|sslv3_alert|tsi_data_corrupted",
         "it refuses our client certificate (cert, key)",
     ),
     (r"connection refused", "nothing listens there (connection refused)"),
@@ -94,8 +94,12 @@ def cause_of(code: str, details: str, *, tls: bool) -> str:
     if code == "DEADLINE_EXCEEDED":
         return "no answer in time"
     if code == "UNAVAILABLE" and re.search(r"socket closed|connection reset|recvmsg|end of tcp stream|broken pipe", text):
-        return "it closed the connection" + (" (does it accept our client certificate?)" if tls else " (does it want TLS?)")
+        return "it closed the connection" + (_at_first_sight(tls=tls) if "failed to connect" in text else "")
     return details.strip().splitlines()[0][:300] if details.strip() else code.lower().replace("_", " ")
+
+
+def _at_first_sight(*, tls: bool) -> str:
+    return " at once (does it speak plain text, or refuse our client certificate?)" if tls else " at once (does it want TLS?)"
 
 
 def judge(code: str, details: str, *, tls: bool) -> Failure:

@@ -331,7 +331,7 @@ class Member:
         return bool(short) and not self._dirty
 
     def close(self) -> None:
-        """Take the own key away if that is still possible, and end every thread and connection."""
+        """Take the own key away if that is still possible, and end every thread and connection. May be called again."""
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
@@ -340,16 +340,10 @@ class Member:
             self._watch.close()
         if self._lease:
             self._lease.revoke()  # takes the key with it
-        if self._peers:
-            self._peers.close()
-        if self._store_socket:
-            self._store_socket.close()
-            self._store_socket = None
-        if self._kv:
-            self._kv.close()
-        if self._lock:
-            self._lock.close()
-        self._lease = self._watch = None
+        for part in (self._peers, self._store_socket, self._kv, self._lock):
+            if part is not None:
+                part.close()
+        self._watch = self._lease = self._peers = self._store_socket = self._kv = self._lock = None
 
     # --- registering -----------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,8 @@ class Memory:
         changed_at: when the set of candidates last changed.
         restless_since: when there was first something to settle (enough candidates, or a newcomer).
         proposal_seen_at: when the pending proposal was first seen.
-        orphaned_since: when it was first seen that no member of the generation is left; None while one is.
+        orphaned_since: when it was first seen that nobody of the last generation is left who trains it, or who may be waited for; None while one is.
+        failed_since: when a failure in the active generation was first seen; None while there is none.
         no_loss_before: a loss is not believed before this (an etcd outage lets many leases lapse at once; PROTOCOL 4).
     """
 
@@ -66,6 +67,7 @@ class Memory:
     restless_since: float = 0.0
     proposal_seen_at: float = 0.0
     orphaned_since: float | None = None
+    failed_since: float | None = None
     no_loss_before: float = 0.0
 
 
@@ -102,10 +104,14 @@ class Activate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """Close the job: succeeded, failed with its budget used up, or stopped by an operator."""
+    """Close the job: succeeded, failed with its budget used up, or stopped by an operator.
+
+    `drained`: every member of the generation is known to have stopped.
+    """
 
     state: GenerationState
     reason: str
+    drained: bool = False
 
 
 Decision = Wait | Propose | Activate | End
@@ -232,7 +238,7 @@ def plan(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
     target = view.target.record
     what = fate(view)
     if view.active and len(what.finished) == len(view.active.members):
-        return End(state=GenerationState.SUCCEEDED, reason="every worker finished")
+        return End(state=GenerationState.SUCCEEDED, reason="every worker finished", drained=True)
     if not target.run:
         return _plan_stop(view, target, now, memory, timing)
     if view.pending:
@@ -284,7 +290,7 @@ def _plan_running(view: View, target: TargetRecord, what: Fate, now: float, memo
             return Wait(why="members are missing after an etcd outage, giving them time to come back", until=memory.no_loss_before)
         return _propose(view, target, Mode.KILL, Cause(kind=CauseKind.LOSS, nodes=_nodes(what.lost)), marks)
     if what.failed:
-        return _plan_failed(view, target, what, marks)
+        return _plan_failed(view, target, what, marks, now, memory, timing)
     if what.idle:
         return _propose(view, target, Mode.KILL, Cause(kind=CauseKind.WORKER_STOPPED, nodes=_nodes(_ids(what.idle))), marks)
     if what.finished:
@@ -294,12 +300,18 @@ def _plan_running(view: View, target: TargetRecord, what: Fate, now: float, memo
     return _plan_size(view, target, marks, now, memory, timing)
 
 
-def _plan_failed(view: View, target: TargetRecord, what: Fate, marks: Mapping[str, int]) -> Decision:
+def _plan_failed(
+    view: View, target: TargetRecord, what: Fate, marks: Mapping[str, int], now: float, memory: Memory, timing: Timing
+) -> Decision:
+    """A worker failed. Before that ends the job, a dead node of which it may be the echo has one TTL to turn out as a loss."""
     first = min(what.failed, key=lambda keyed: keyed.mod_revision)
     detail = first.record.outcome.detail if first.record.outcome else ""
     if view.restarts_used >= target.max_restarts:
+        due = (now if memory.failed_since is None else memory.failed_since) + timing.ttl
+        if what.running and now < due:
+            return Wait(why="a worker failed and the restart budget is used up, unless a node was lost", until=due)
         reason = f"restart budget used up ({view.restarts_used} of {target.max_restarts}); last failure on {first.record.id.node}: {detail}"
-        return End(state=GenerationState.FAILED, reason=reason)
+        return End(state=GenerationState.FAILED, reason=reason, drained=not what.running)
     cause = Cause(kind=CauseKind.WORKER_FAILED, nodes=(first.record.id.node,), detail=detail)
     return _propose(view, target, Mode.KILL, cause, marks, charge=1)
 
@@ -327,7 +339,7 @@ def _plan_stop(view: View, target: TargetRecord, now: float, memory: Memory, tim
     what = fate(view)
     reason = target.reason or "stopped by an operator"
     if not what.running or view.active is None:
-        return End(state=GenerationState.STOPPED, reason=reason)
+        return End(state=GenerationState.STOPPED, reason=reason, drained=not what.running and not what.lost)
     if not view.pending:
         return Propose(
             number=_fresh(view), mode=Mode.AGREED_STOP, members=(), cause=Cause(kind=CauseKind.SCALE, detail=reason), not_ready={}
@@ -384,8 +396,8 @@ def _replace(
 def _late(view: View, proposal: ProposalRecord, marks: Mapping[str, int]) -> list[Keyed[MemberRecord]]:
     """Who has yet to report that it stopped the last generation: the proposed, and old members still here (PROTOCOL 12)."""
     awaited = set(proposal.members)
-    if view.active:
-        awaited.update(view.active.ids)
+    if view.generation:
+        awaited.update(view.generation.record.ids)
     return [
         keyed
         for keyed in view.members.values()
@@ -413,7 +425,7 @@ def orphan_hold(view: View, chosen: Sequence[MemberId], now: float, memory: Memo
     is here and says so has stopped them. Old nodes of which neither is known may train on unseen: for one TTL if a partner is known to have
     stopped (they see it unreachable), else as long as they may be frozen.
     """
-    generation = view.active
+    generation = _undrained(view)
     if generation is None or set(chosen).intersection(generation.ids):
         return None
     old = set(generation.ids)
@@ -451,10 +463,41 @@ def observe(memory: Memory, before: View, after: View, now: float, timing: Timin
     seen = memory.proposal_seen_at
     if after.pending and (not before.pending or before.pending.record.number != after.pending.record.number):
         seen = now
-    orphaned = None
-    if after.active and not any(identity in after.present for identity in after.active.ids):
-        orphaned = now if memory.orphaned_since is None else memory.orphaned_since
-    return replace(memory, changed_at=changed_at, restless_since=restless_since, proposal_seen_at=seen, orphaned_since=orphaned)
+    failed = None
+    if fate(after).failed:
+        failed = now if memory.failed_since is None or before.number != after.number else memory.failed_since
+    return replace(
+        memory,
+        changed_at=changed_at,
+        restless_since=restless_since,
+        proposal_seen_at=seen,
+        orphaned_since=_orphaned_since(memory, before, after, now),
+        failed_since=failed,
+    )
+
+
+def _undrained(view: View) -> GenerationRecord | None:
+    """The last generation, if its workers may still train somewhere."""
+    return view.generation.record if view.generation and not view.generation.record.drained else None
+
+
+def _training(view: View) -> set[MemberId]:
+    """Members of the last generation that are here and have not stopped."""
+    generation = _undrained(view)
+    if generation is None:
+        return set()
+    return {identity for identity in generation.ids if identity in view.present and view.present[identity].record.stopped < generation.number}
+
+
+def _orphaned_since(memory: Memory, before: View, after: View, now: float) -> float | None:
+    """Whoever trains on unseen was last seen at the answer. Members marked not ready are not waited for, so their time runs too."""
+    marks = not_ready_marks(after)
+    if _undrained(after) is None or any(identity.incarnation not in marks for identity in _training(after)):
+        return None
+    vanished = any(identity not in after.present for identity in _training(before))
+    if memory.orphaned_since is None or before.number != after.number or vanished:
+        return now
+    return memory.orphaned_since
 
 
 def _ids_of(view: View) -> frozenset[MemberId]:
@@ -536,6 +579,8 @@ def react(generation: GenerationRecord | None, proposal: ProposalRecord | None, 
             return Stop(number=local.running, mode=pending.mode, why=str(pending.cause))
         if local.running < number:
             return Stop(number=local.running, mode=Mode.KILL, why=f"generation {number} formed without this node")
+        if generation and generation.ended:
+            return Stop(number=local.running, mode=Mode.KILL, why=f"generation {number} has ended")
         return Stay(why="training")
     if pending:
         return Report(number=number) if local.stopped < number else Stay(why=f"waiting for generation {pending.number}")

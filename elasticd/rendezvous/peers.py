@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -101,8 +102,7 @@ class PeerMonitor:
         self._peers: dict[MemberId, _Peer] = {}
         self._callers: dict[socket.socket, bytes] = {}
         self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elasticd-peers", daemon=True)
 
@@ -121,8 +121,8 @@ class PeerMonitor:
     def close(self) -> None:
         """End the thread and every connection."""
         self._closing = True
-        self._wake()
         if self._thread.is_alive():
+            self._wake()
             self._thread.join(timeout=2.0)
 
     def answer_as(self, me: MemberId, running: int | None) -> None:
@@ -147,7 +147,8 @@ class PeerMonitor:
             )
 
     def _wake(self) -> None:
-        os.write(self._wake_write, b"w")
+        with suppress(OSError):  # closed, or full of unread wake-ups
+            os.write(self._wake_write, b"w")
 
     def _woken(self, _sock: object) -> None:
         os.read(self._wake_read, 4096)
@@ -168,7 +169,8 @@ class PeerMonitor:
             self._selector.close()
             self._listener.close()
             os.close(self._wake_read)
-            os.close(self._wake_write)
+            write, self._wake_write = self._wake_write, -1
+            os.close(write)
 
     # --- answering ---
 

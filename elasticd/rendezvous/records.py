@@ -18,8 +18,11 @@ MAX_BYTES: Final = 64 * 1024
 MAX_BYTES_WORLD: Final = 1024 * 1024
 """Largest proposal or generation believed; 1,000 members need about 150 KiB."""
 
-Name = Annotated[str, Field(min_length=1, max_length=128)]
-Text = Annotated[str, Field(max_length=2000)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")]
+"""As `keys.checked_name` has it: a part of a key, fit for a log line."""
+TEXT_MAX: Final = 2000
+"""Longest text in a record, in characters."""
+Text = Annotated[str, Field(max_length=TEXT_MAX)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Number = Annotated[int, Field(ge=0, lt=2**53)]
 
@@ -27,7 +30,7 @@ Number = Annotated[int, Field(ge=0, lt=2**53)]
 class Record(BaseModel):
     """Base of every value: frozen, strict about unknown fields, tied to one job by `scope` ("cluster/job")."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     v: Literal[1] = 1
     scope: Annotated[str, Field(max_length=300)]
@@ -47,7 +50,7 @@ class MemberId(Part):
     """A member is a node and one agent process on it; a restarted agent is somebody else."""
 
     node: Name
-    incarnation: Annotated[str, Field(pattern=r"[0-9a-f]{16}")]
+    incarnation: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
     def __str__(self) -> str:
         return f"{self.node}/{self.incarnation[:8]}"
@@ -174,6 +177,7 @@ class GenerationRecord(Record):
         restarts: generations that were active before this one: what workers see as TORCHELASTIC_RESTART_COUNT.
         frozen_max: seconds workers may go on without etcd, counted from the last successful keepalive.
         formed_at: seconds since the epoch on the coordinator's clock, for people only; no decision reads it.
+        drained: when the job ended, every member of this generation had been seen to have stopped: nobody trains on unseen.
     """
 
     number: Annotated[int, Field(ge=1, lt=2**53)]
@@ -183,9 +187,10 @@ class GenerationRecord(Record):
     members: tuple[GenerationMember, ...]
     store: StoreAddress
     restarts: Number = 0
-    frozen_max: float = 600.0
+    frozen_max: Annotated[float, Field(ge=0)] = 600.0
     formed_at: float = 0.0
     not_ready: dict[str, int] = {}
+    drained: bool = False
 
     @property
     def ids(self) -> tuple[MemberId, ...]:

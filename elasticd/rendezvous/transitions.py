@@ -13,6 +13,7 @@ from elasticd.kv.types import Compare, Delete, KeyValue, Op, Put, Target
 from elasticd.rendezvous.keys import JobKeys
 from elasticd.rendezvous.membership import Activate, End, Propose
 from elasticd.rendezvous.records import (
+    TEXT_MAX,
     BudgetRecord,
     CheckpointRecord,
     EventRecord,
@@ -34,9 +35,15 @@ class Txn:
     ops: tuple[Op, ...]
 
 
-def unchanged(key: str, keyed: Keyed[Record] | None) -> Compare:
-    """`key` is as it was seen; None means it did not exist."""
-    return Compare(key=key, target=Target.MOD, op="==", value=keyed.mod_revision if keyed else 0)
+def unchanged(key: str, keyed: Keyed[Record] | None, view: View | None = None) -> Compare:
+    """`key` is as it was seen, garbage included if `view` is given; None means it did not exist."""
+    seen = keyed.mod_revision if keyed else 0
+    return Compare(key=key, target=Target.MOD, op="==", value=view.damaged.get(key, seen) if view else seen)
+
+
+def _short(text: str) -> str:
+    """What fits into a record: a cause may name a thousand nodes."""
+    return text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 1] + "…"
 
 
 def create_target(keys: JobKeys, target: TargetRecord) -> Txn:
@@ -96,7 +103,7 @@ def propose(keys: JobKeys, view: View, decision: Propose, proposer: MemberId) ->
     compares = [unchanged(keys.proposal, view.proposal), unchanged(keys.generation, view.generation), unchanged(keys.target, view.target)]
     ops: list[Op] = [Put(key=keys.proposal, value=record.to_bytes())]
     if decision.charge:
-        compares.append(unchanged(keys.budget, view.budget))
+        compares.append(unchanged(keys.budget, view.budget, view))
         used = max(0, view.restarts_used + decision.charge)
         ops.append(Put(key=keys.budget, value=BudgetRecord(scope=keys.scope, used=used).to_bytes()))
     return Txn(tuple(compares), tuple(ops))
@@ -122,7 +129,7 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
     compares = (
         unchanged(keys.proposal, view.proposal),
         unchanged(keys.generation, view.generation),
-        unchanged(keys.checkpoint, view.checkpoint),
+        unchanged(keys.checkpoint, view.checkpoint, view),
         unchanged(keys.member(me.node), own),
         Compare(key=keys.members, prefix=True, target=Target.MOD, op="<", value=view.revision + 1),
     )
@@ -131,7 +138,7 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
         number=record.number,
         at=at,
         what="formed",
-        detail=f"{len(record.members)} nodes, {record.world_size} workers: {record.cause}",
+        detail=_short(f"{len(record.members)} nodes, {record.world_size} workers: {record.cause}"),
     )
     return Txn(
         compares, (Put(key=keys.generation, value=record.to_bytes()), Put(key=keys.event(event.number, event.what), value=event.to_bytes()))
@@ -140,8 +147,9 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
 
 def end(keys: JobKeys, generation: Keyed[GenerationRecord], decision: End, *, at: float) -> Txn:
     """Close the job, whatever is pending (PROTOCOL 19)."""
-    record = generation.record.model_copy(update={"state": decision.state, "reason": decision.reason})
-    event = EventRecord(scope=keys.scope, number=record.number, at=at, what=decision.state.value, detail=decision.reason)
+    reason = _short(decision.reason)
+    record = generation.record.model_copy(update={"state": decision.state, "reason": reason, "drained": decision.drained})
+    event = EventRecord(scope=keys.scope, number=record.number, at=at, what=decision.state.value, detail=reason)
     return Txn(
         (unchanged(keys.generation, generation),),
         (Put(key=keys.generation, value=record.to_bytes()), Put(key=keys.event(event.number, event.what), value=event.to_bytes())),
@@ -167,6 +175,6 @@ def commit(keys: JobKeys, view: View, record: CheckpointRecord) -> Txn:
         msg = f"step {record.step} of generation {record.generation} is not newer than the committed one"
         raise ValueError(msg)
     return Txn(
-        (unchanged(keys.generation, view.generation), unchanged(keys.checkpoint, view.checkpoint)),
+        (unchanged(keys.generation, view.generation), unchanged(keys.checkpoint, view.checkpoint, view)),
         (Put(key=keys.checkpoint, value=record.to_bytes()),),
     )

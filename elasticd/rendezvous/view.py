@@ -170,7 +170,7 @@ class Ledger:
             return
         try:
             record = parse(model, item.key, item.value, self._keys.scope)
-            if isinstance(record, MemberRecord) and self._keys.member(record.id.node) != item.key:
+            if isinstance(record, MemberRecord) and self._keys.members + record.id.node != item.key:
                 msg = f"{item.key}: holds the record of node {record.id.node!r}"
                 raise RecordError(msg)
         except RecordError as error:

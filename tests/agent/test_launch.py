@@ -34,6 +34,14 @@ REPOSITORY = SHIM.parents[2]
 WAIT_SECONDS = 10.0
 FOREVER = "import signal\nwhile True: signal.pause()\n"
 IGNORE_TERM = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+# Waits on a wakeup descriptor: signal.pause would sleep on after a signal that came just before it, handler unrun.
+LEAVE_WITH_9 = """
+import os, signal, sys
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+"""
 FORK_SLEEPER = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-ISc', 'import signal\\nwhile True: signal.pause()'])\n"
 
 
@@ -49,8 +57,8 @@ class Pipe:
         self._rest = b""
 
     def say(self, expression: str) -> str:
-        """Python source that writes the value of `expression` as one line."""
-        return f"import os\nopen({str(self.path)!r}, 'w').write(str({expression}) + chr(10))\n"
+        """Python source that writes the value of `expression` as one line. No file object: a signal handler's SystemExit would be lost in its destructor."""
+        return f"import os\nos.write(os.open({str(self.path)!r}, os.O_WRONLY), f'{{{expression}}}\\n'.encode())\n"
 
     def line(self) -> str:
         while b"\n" not in self._rest:
@@ -186,14 +194,17 @@ def test_arguments_arrive_byte_for_byte(launch: MakeLaunch, start: Start, tmp_pa
 def test_stdin_is_empty_and_other_descriptors_are_closed(launch: MakeLaunch, start: Start, tmp_path: Path) -> None:
     """A worker reads nothing and holds no socket of the agent's."""
     read, write = os.pipe()
+    own_stdin = os.dup(0)
     os.set_inheritable(write, True)
+    os.dup2(read, 0)
     try:
-        workers = start(launch("import os, sys; print(repr(sys.stdin.read()), sorted(int(n) for n in os.listdir('/proc/self/fd')))"))
+        workers = start(launch("import os; print(os.readlink('/proc/self/fd/0'), sorted(int(n) for n in os.listdir('/proc/self/fd')))"))
         assert wait_exit(workers) == {0: 0}
     finally:
-        os.close(read)
-        os.close(write)
-    assert (tmp_path / "stdout-0.log").read_text() == "'' [0, 1, 2, 3]\n"  # 3 is listdir's own
+        os.dup2(own_stdin, 0)
+        for fd in (read, write, own_stdin):
+            os.close(fd)
+    assert (tmp_path / "stdout-0.log").read_text() == "/dev/null [0, 1, 2, 3]\n"  # 3 is listdir's own
 
 
 def test_worker_leads_its_own_session(launch: MakeLaunch, start: Start, pipe: Pipe) -> None:
@@ -288,6 +299,9 @@ def test_pidfd_becomes_readable_on_exit_and_not_before(launch: MakeLaunch, start
     pipe.open_gate()
     assert select.select([fd], [], [], WAIT_SECONDS)[0] == [fd]
     assert workers.poll() == {0: 0}
+    assert workers.workers[0].pidfd == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_poll_names_only_those_that_ended(launch: MakeLaunch, start: Start) -> None:
@@ -341,7 +355,7 @@ def test_grace_is_shared(launch: MakeLaunch, start: Start, pipe: Pipe) -> None:
 
 def test_worker_that_handles_sigterm_keeps_its_exit_code(launch: MakeLaunch, start: Start, pipe: Pipe) -> None:
     """A worker may save and leave with a code of its own; stop returns at once then."""
-    workers = start(launch("import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n" + pipe.say("'up'") + FOREVER))
+    workers = start(launch(LEAVE_WITH_9 + pipe.say("'up'") + "os.read(read, 1)\n"))
     pipe.line()
     began = time.monotonic()
     assert workers.stop(20.0) == {0: 9}

@@ -39,8 +39,9 @@ def start_worker():
     return child
 
 def finish(**result):
-    (out / "summary.json").write_text(json.dumps({"result": "success", "generations": 2} | {k: v for k, v in result.items() if k != "accuracy"}))
-    (out / "result.json").write_text(json.dumps({"accuracy": result.get("accuracy", 0.97), "world_size": 2, "steps": 330}))
+    (out / "result.json").write_text(json.dumps({"accuracy": result.pop("accuracy", 0.97), "world_size": 2, "steps": 330}))
+    summary = {"result": "succeeded", "generations": [{"number": 1}, {"number": 2}]} | result
+    (out / "summary.json").write_text(json.dumps(summary))
 
 first = start_worker()
 print("step 100 loss 0.5", flush=True)
@@ -56,13 +57,13 @@ def test_a_worker_killed_on_the_way_is_replaced_and_the_job_reaches_its_accuracy
     assert "with SIGKILL" in done.stdout
     assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] >= 0.95
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["result"] == "success"
+    assert summary["result"] == "succeeded"
 
 
 def test_it_succeeds_where_the_worker_is_replaced(tmp_path: Path) -> None:
     done = stand_in(tmp_path, REPLACE + "finish()")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ">>> result success, 2 generations, 330 steps, test accuracy 0.9700" in done.stdout
+    assert ">>> result succeeded, 2 generations, 330 steps, test accuracy 0.9700" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -70,9 +71,9 @@ def test_it_succeeds_where_the_worker_is_replaced(tmp_path: Path) -> None:
     [
         pytest.param("first.wait()\nprint('step 110 loss 0.4', flush=True)\nfinish()", "no worker took the place of rank 1", id="not replaced"),
         pytest.param("first.wait()\nsys.exit(1)", "no worker took the place of rank 1", id="job dies with the worker"),
-        pytest.param(REPLACE + "finish(generations=1)", "there was one generation", id="one generation"),
+        pytest.param(REPLACE + "finish(generations=[{'number': 1}])", "there was one generation", id="one generation"),
         pytest.param(REPLACE + "finish(accuracy=0.94)", "the test accuracy is 0.9400, below 0.95", id="accuracy"),
-        pytest.param(REPLACE + "finish(result='failure')", "the result is 'failure', not 'success'", id="result"),
+        pytest.param(REPLACE + "finish(result='failed')", "the result is 'failed', not 'succeeded'", id="result"),
         pytest.param(REPLACE + "finish()\nsys.exit(3)", "elasticctl exited with 3", id="exit code"),
         pytest.param(REPLACE, "the run left no", id="no summary"),
         pytest.param("first.wait()\ntime.sleep(100)", "the job was not done after 5 s", id="hangs"),

@@ -40,7 +40,7 @@ def test_a_users_own_switch_is_kept() -> None:
 
 def test_protobuf_first_is_told_clearly() -> None:
     """Another implementation in the process already: one UsageError with the remedy, not protobuf's TypeError."""
-    said = run(f"import google.protobuf.message; {MAKE}")
+    said = run(f"import google.protobuf.timestamp_pb2; {MAKE}")
     assert "UsageError: protobuf was imported before elasticd's etcd client in this process" in said
     assert f"{SWITCH}=python" in said
     assert "Descriptors cannot be created directly" not in said
@@ -48,7 +48,12 @@ def test_protobuf_first_is_told_clearly() -> None:
 
 def test_protobuf_first_in_its_pure_form_is_fine() -> None:
     """The remedy in that message works."""
-    assert run(f"import google.protobuf.message; {MAKE}; print('ok')", **{SWITCH: "python"}) == "ok"
+    assert run(f"import google.protobuf.timestamp_pb2; {MAKE}; print('ok')", **{SWITCH: "python"}) == "ok"
+
+
+def test_grpc_stays_quiet_about_handshakes() -> None:
+    """A wrong certificate is our error to word; the setting for it does not leak either."""
+    assert run(f"{MAKE}; import os; print(os.environ.get('GRPC_VERBOSITY'))") == "None"
 
 
 def test_an_unclosed_client_lets_the_process_end() -> None:

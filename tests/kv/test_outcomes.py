@@ -66,8 +66,10 @@ def test_only_what_was_never_proposed_is_surely_not_done(code: str, details: str
         ("last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: connect: Connection refused (111)", False, "connection refused"),
         ("Ssl handshake failed: SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED", True, "not signed by our CA"),
         ("Ssl handshake failed: SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER", True, "plain text"),
-        ("Socket closed", True, "client certificate"),
-        ("Socket closed", False, "want TLS"),
+        ("failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed", True, "client certificate"),
+        ("failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed", False, "want TLS"),
+        ("failed to connect to all addresses; last error: UNAVAILABLE: Unwrap failed (TSI_DATA_CORRUPTED)", True, "refuses our client certificate"),
+        ("Tls handshake failed: SSL_ERROR_SSL: error:10000412:SSL routines:OPENSSL_internal:SSLV3_ALERT_BAD_CERTIFICATE", True, "refuses our client"),
         ("", False, "unavailable"),
         ("etcdserver: something new", False, "etcdserver: something new"),
     ],
@@ -75,3 +77,9 @@ def test_only_what_was_never_proposed_is_surely_not_done(code: str, details: str
 def test_a_cause_is_worded_for_a_person(details: str, tls: bool, phrase: str) -> None:
     """Known failures get words that lead to the remedy; unknown ones keep etcd's."""
     assert phrase in cause_of("UNAVAILABLE", details, tls=tls)
+
+
+def test_a_member_that_dies_is_not_suspected_of_wanting_tls() -> None:
+    """An established connection that ends is no question of certificates."""
+    assert cause_of("UNAVAILABLE", "Socket closed", tls=False) == "it closed the connection"
+    assert cause_of("UNAVAILABLE", "recvmsg:Connection reset by peer", tls=True) == "it closed the connection"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 
@@ -123,6 +124,31 @@ def test_a_watch_goes_on_after_an_outage(server: Server, connect: Connect, prefi
         batches.await_values(number)
     await_(lambda: watch.error is None, what="the error clearing")
     assert batches.values == [b"1", b"2", b"3"]
+
+
+def test_a_server_that_never_answers_is_noticed(server: Server, connect: Connect, prefix: str, batches: Batches) -> None:
+    """A stopped server keeps its connections: a stream opened anew over one is given up after call_timeout, and served when the server goes on."""
+    kv = connect(server.endpoint, call_timeout=0.5)
+    watch = kv.watch([WatchRange(key=prefix, prefix=True)], kv.list(prefix).revision + 1, batches)
+    put_next(kv, prefix + "a", b"1", 0)
+    batches.await_values(1)
+    server.pause()
+    kv._ring.announce()  # as a move or a renewed certificate would
+    await_(lambda: watch.error is not None, within=2, what="the error")
+    assert "no answer in time" in str(watch.error)
+    server.resume()
+    await_(lambda: watch.error is None, what="the error clearing")
+    kv.txn([], [Put(key=prefix + "a", value=b"2")])
+    assert batches.await_values(2) == [b"1", b"2"]
+
+
+def test_events_delivered_before_are_dropped(kv: EtcdKV) -> None:
+    """etcd before 3.4.25 and 3.5.8 may send a resumed watch older events than it asked for."""
+    from elasticd.kv import messages
+
+    event = importlib.import_module("etcd3.etcdrpc.kv_pb2").Event
+    sent = [event(kv={"key": b"a", "mod_revision": revision}) for revision in (4, 5, 6)]
+    assert [event.item.mod_revision for event in messages.events(sent, since=5)] == [5, 6]
 
 
 def test_compaction_resets_a_watch_that_was_left_behind(kv: EtcdKV, server: Server, prefix: str, batches: Batches) -> None:
