@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         log_to_file(config.log_dir / config.job / config.node / "agent.jsonl", node=config.node)
         finish = run(config)
     except ElasticdError as error:
-        log.error("agent_exit", code=error.exit_code, result="failed", reason=str(error))
+        log.error("agent_exit", code=error.exit_code, result="failed", reason=str(error))  # noqa: TRY400 - the user's fault, or etcd's: no traceback
         print(f"elasticd-agent: {error}", file=sys.stderr)  # noqa: T201  (the one line that its starter shows)
         return error.exit_code
     code = 1 if finish.ending.value == "failed" else 0

@@ -126,7 +126,7 @@ class JobAgent(SimpleElasticAgent):
 
     # --- SimpleElasticAgent ----------------------------------------------------------------------------------------------
 
-    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002 - torch's signature
         """Turn until the job has ended or this node has left."""
         self._member.start()
         group = self._worker_group
@@ -206,11 +206,11 @@ class JobAgent(SimpleElasticAgent):
         env = worker_environment(os.environ, extra)
         return WorkerLaunch(local_rank=local_rank, argv=config.argv, env=env, cwd=config.cwd, stdout=files.stdout, stderr=files.stderr)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch's signature
         """Kill what runs, at once: the orderly way is `_stop`."""
         self._shutdown(signal.SIGKILL, 0)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # noqa: ARG002 - torch's signature
         """How the workers are, for torch's API; the loop here looks at them itself."""
         return RunResult(state=WorkerState.HEALTHY if self._current and self._current.workers.alive else WorkerState.STOPPED)
 
@@ -224,7 +224,7 @@ class JobAgent(SimpleElasticAgent):
     def _watch(self) -> None:
         """Watch the workers until they no longer run, and report how that came."""
         current = self._current
-        assert current is not None  # noqa: S101  (just started)
+        assert current is not None
         while True:
             exits = current.workers.poll()
             # The directive is read after the exits: a worker that died of a peer's end is not taken for a failure when that end is known.
@@ -272,7 +272,7 @@ class JobAgent(SimpleElasticAgent):
 
     def _stop(self, current: _Running, directive: Stop | Leave | Directive) -> None:
         """Stop the workers as told: a grace period where everybody is well, and a cut one if that changes meanwhile."""
-        assert isinstance(directive, Stop | Leave)  # noqa: S101  (the caller looked)
+        assert isinstance(directive, Stop | Leave)
         grace = self._grace(directive.mode)
         deadline = time.monotonic() + grace
         for worker in current.workers.workers:
@@ -338,7 +338,7 @@ class JobAgent(SimpleElasticAgent):
         self.finish = Finish(ending=Ending.LEFT, reason="asked to leave")
 
     def _result(self) -> RunResult:
-        assert self.finish is not None  # noqa: S101  (the loop ended by it)
+        assert self.finish is not None
         ranks = [worker.global_rank for worker in self._worker_group.workers]
         if self.finish.ending is Ending.FAILED:
             failures = {self._failure[0]: self._failure[1]} if self._failure and self._failure[0] in ranks else {}

@@ -99,7 +99,7 @@ def to_screen(status: JobStatus, *, store: Sequence[str], now: float) -> Rendera
     """
     parts: list[RenderableType] = [_headline(status), _facts(status, store, now)]
     if status.nodes:
-        parts += [Text(), _nodes(status.nodes, status.coordinator)]
+        parts += [Text(), _nodes(status.nodes)]
     if status.events:
         parts += [Text(), Text("last events", style="bold"), _events(status)]
     if status.problems:
@@ -181,13 +181,10 @@ def _facts(status: JobStatus, store: Sequence[str], now: float) -> Table:
     return table
 
 
-def _nodes(nodes: Sequence[NodeStatus], coordinator: str | None) -> Table:
+def _nodes(nodes: Sequence[NodeStatus]) -> Table:
     table = _table("node", "state", "ranks", "slots", "address", "incarnation")
     for node in nodes:
-        name = Text(node.name)
-        if node.name == coordinator:
-            name.append(" *", style="dim")
-        table.add_row(name, state_text(node.state), ranks_text(node.ranks), str(node.slots), Text(node.address), node.incarnation[:8])
+        table.add_row(Text(node.name), state_text(node.state), ranks_text(node.ranks), str(node.slots), Text(node.address), node.incarnation[:8])
     return table
 
 

@@ -132,7 +132,7 @@ class EtcdKV:
         answer = self._caller.call("txn", send, again=again)
         succeeded = bool(answer.succeeded)
         if not succeeded and unsure and ops:
-            pass
+            succeeded = all(messages.holds(op, found.response_range.kvs) for op, found in zip(ops, answer.responses, strict=True))
         return TxnResult(succeeded=succeeded, revision=answer.header.revision)
 
     def lease(self, ttl: float) -> Lease:

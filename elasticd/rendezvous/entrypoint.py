@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NUMBERS: Final = ("ttl", "settle", "ready_timeout", "drain_timeout", "frozen_max", "join_timeout", "call_timeout")
 _TEXTS: Final = ("cacert", "cert", "key", "cluster", "node", "state_dir")
 # torchrun adds these by itself; they mean nothing here.
-_IGNORED: Final = ("timeout", "rank", "is_host", "store_type", "read_timeout", "last_call_timeout", "close_timeout", "keep_alive_interval", "keep_alive_max_attempt")
+_IGNORED: Final = ("timeout", "rank")
 
 
 def create_handler_factory() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -66,7 +66,7 @@ def parse_options(config: Mapping[str, Any]) -> dict[str, Any]:
             except (TypeError, ValueError):
                 msg = f"--rdzv-conf {key}={value!r} is not a number of seconds"
                 raise UsageError(msg) from None
-            if not 0 <= options[key] <= 86_400:  # noqa: PLR2004  (a day)
+            if not 0 <= options[key] <= 86_400:
                 msg = f"--rdzv-conf {key}={value!r} is out of range"
                 raise UsageError(msg, remedy="give seconds between 0 and 86400")
         else:
@@ -76,7 +76,7 @@ def parse_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_endpoints(text: str) -> tuple[str, ...]:
-    """ "host:2379,other:2379", with or without http(s)://, as "host:port" each.
+    """Cut "host:2379,other:2379" into "host:port" each, with or without http(s)://.
 
     Raises:
         UsageError: there is none.

@@ -44,7 +44,7 @@ STORE_TIMEOUT: Final = timedelta(seconds=60)
 
 def serve_store(assignment: Assignment) -> TCPStore:
     """The generation's TCPStore, served on the socket that this member held for it. Only for node rank 0."""
-    assert assignment.store_socket is not None  # noqa: S101  (node rank 0 has it)
+    assert assignment.store_socket is not None
     where = assignment.generation.store
     return TCPStore(
         where.address,
@@ -105,7 +105,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._start()
             self._report()
             assignment = self._member.next_assignment(self._join_timeout)
-            assert assignment is not None  # noqa: S101  (no give_up was passed)
+            assert assignment is not None
         except RefusedError as error:
             raise RendezvousClosedError(str(error)) from None
         except WaitTimeoutError as error:

@@ -349,7 +349,7 @@ class Member:
 
     @property
     def _etcd(self) -> EtcdKV:
-        assert self._kv is not None  # noqa: S101  (start made it)
+        assert self._kv is not None
         return self._kv
 
     def _open_job(self) -> None:
@@ -359,7 +359,7 @@ class Member:
         view = self._ledger.view()
         if not view.over:
             return
-        assert view.generation is not None  # noqa: S101  (over)
+        assert view.generation is not None
         if not self._config.reopen:
             record = view.generation.record
             msg = f"job {self._keys.job!r} has ended ({record.state.value} at generation {record.number}: {record.reason})"
@@ -404,7 +404,7 @@ class Member:
             self._outcome = None
             self._dirty = False
         record = self._record()
-        assert self._lease is not None  # noqa: S101  (just made)
+        assert self._lease is not None
         if not self._send(transitions.register(self._keys, record, self._lease.id)):
             return False
         self._say_answer()
@@ -436,8 +436,8 @@ class Member:
         return False
 
     def _record(self) -> MemberRecord:
-        assert self._store_socket is not None  # noqa: S101  (bound before every write)
-        assert self._peers is not None  # noqa: S101  (made by start)
+        assert self._store_socket is not None
+        assert self._peers is not None
         with self._changed:
             return MemberRecord(
                 scope=self._keys.scope,
@@ -554,7 +554,7 @@ class Member:
         return max(0.0, min(due, self._next_decision) - now)
 
     def _round(self) -> None:
-        assert self._lease is not None  # noqa: S101  (start made it)
+        assert self._lease is not None
         if not self._lease.reachable:
             self._outage(None)
             return
@@ -750,7 +750,7 @@ class Member:
             return transitions.activate(
                 self._keys, self._view, decision, self._me, frozen_max=self._timing.frozen_max, at=time.time()
             )
-        assert self._view.generation is not None  # noqa: S101  (plan ends only what has begun)
+        assert self._view.generation is not None
         return transitions.end(self._keys, self._view.generation, decision, at=time.time())
 
     def _may_stand_in(self, decision: Decision) -> bool:
@@ -811,7 +811,7 @@ class Member:
         if self._outage_since is None:
             self._outage_since = now
             log.warning("etcd_unreachable", error=str(error) if error else "", action="membership frozen, workers go on")
-        assert self._lease is not None  # noqa: S101  (start made it)
+        assert self._lease is not None
         self._why = "etcd is out of reach: membership frozen"
         running = self._running
         if running is None or self._peers is None:
@@ -825,7 +825,7 @@ class Member:
             self._direct(Stop(number=running, mode=Mode.KILL, why=f"etcd and {names} are out of reach"))
 
     def _outage_over(self) -> None:
-        assert self._outage_since is not None  # noqa: S101  (the caller looked)
+        assert self._outage_since is not None
         log.info("etcd_back", after=round(boottime() - self._outage_since, 1))
         self._outage_since = None
         self._memory = replace(self._memory, no_loss_before=time.monotonic() + self._timing.ttl)
@@ -833,7 +833,7 @@ class Member:
 
     def _recover_identity(self) -> None:
         """Etcd answers, and the own key is gone or the lease is: go on as before if nothing happened meanwhile, else start anew (PROTOCOL 4)."""
-        assert self._lease is not None  # noqa: S101  (start made it)
+        assert self._lease is not None
         held = self._etcd.get(self._keys.member(self._config.node))
         self._load_narrow()
         own = self._ledger.view().members.get(self._config.node)
@@ -869,7 +869,7 @@ class Member:
         if view.generation is None or view.active is None or view.pending or running != view.number or self._me not in view.active.ids:
             return False
         self._fresh_lease()
-        assert self._lease is not None  # noqa: S101  (just made)
+        assert self._lease is not None
         if self._store_socket is None:
             self._store_socket = bind(self._config.address)
         if not self._send(transitions.reattach(self._keys, self._record(), self._lease.id, view.generation, view.proposal)):

@@ -317,7 +317,7 @@ def _plan_failed(
 
 
 def _plan_size(view: View, target: TargetRecord, marks: Mapping[str, int], now: float, memory: Memory, timing: Timing) -> Decision:
-    assert view.active is not None  # noqa: S101  (the caller has one)
+    assert view.active is not None
     old = set(view.active.ids)
     wanted = choose(view, target, marks)
     if len(old) > target.limit and len(wanted) >= target.min_nodes:

@@ -1,4 +1,4 @@
-"""Do the other agents still live? A tiny echo between agents, and what its silence means.
+r"""Do the other agents still live? A tiny echo between agents, and what its silence means.
 
 Owns: one thread that answers echoes and asks them of a few neighbours. Must not: touch etcd or workers; it reports through one callback.
 
@@ -187,7 +187,7 @@ class PeerMonitor:
         self._selector.register(sock, selectors.EVENT_READ, self._answer_caller)
 
     def _answer_caller(self, fileobj: object) -> None:
-        assert isinstance(fileobj, socket.socket)  # noqa: S101  (registered as such)
+        assert isinstance(fileobj, socket.socket)
         sock = fileobj
         try:
             data = sock.recv(_MAX_LINE)
@@ -265,7 +265,7 @@ class PeerMonitor:
         self._selector.register(peer.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, lambda _sock, peer=peer: self._ready(peer))
 
     def _ready(self, peer: _Peer) -> None:
-        assert peer.sock is not None  # noqa: S101  (it was registered)
+        assert peer.sock is not None
         if not peer.connected:
             code = peer.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
@@ -305,7 +305,7 @@ class PeerMonitor:
         """A connection ended, or could not be made: call again soon; a second refusal is death."""
         self._drop(peer)
         peer.refused = peer.refused + 1 if refused else peer.refused
-        if peer.refused >= 2:  # noqa: PLR2004  (the protocol's "refused twice")
+        if peer.refused >= 2:
             self._died(peer, "refused twice")
             return
         peer.next_ask = time.monotonic() + (RETRY_AFTER if refused else 0.0)

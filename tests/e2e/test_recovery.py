@@ -45,7 +45,8 @@ def test_a_killed_worker_is_replaced_and_its_node_named(two: Nodes) -> None:
     assert (newest["number"], newest["cause_kind"], newest["world_size"]) == (before + 1, "worker_failed", 2)
     two.never_two_worlds()
     first, second = (two.folder / "logs/job/b" / f"generation-00000{number}/rank-1/stderr.log" for number in (before, before + 1))
-    assert first.exists() and second.exists(), "each generation keeps its own logs"
+    assert first.exists()
+    assert second.exists(), "each generation keeps its own logs"
 
 
 def test_a_killed_node_is_left_behind(two: Nodes) -> None:
@@ -78,7 +79,8 @@ def test_a_node_that_joins_is_taken_in(two: Nodes) -> None:
     two.stepping(3, after=at)
     assert [formed(two, node)[-1]["node_rank"] for node in "abc"] == [0, 1, 2]
     assert formed(two, "c")[-1]["cause"] == "join of c"
-    assert not two.events("a", "worker_failed") and not two.events("b", "worker_failed")
+    assert not two.events("a", "worker_failed")
+    assert not two.events("b", "worker_failed")
     two.never_two_worlds()
 
 
@@ -109,7 +111,8 @@ def test_more_nodes_than_max_stand_by_and_take_over(server: Server, make_nodes: 
     nodes.await_(lambda: nodes.events("c", "registered"), "registration of c")
     at = now()
     nodes.stepping(2, after=at)
-    assert len(formed(nodes, "a")) == 1 and not formed(nodes, "c")
+    assert len(formed(nodes, "a")) == 1
+    assert not formed(nodes, "c")
     nodes.kill("b")
     nodes.stepping(2, after=now())
     assert formed(nodes, "c")[-1]["world_size"] == 2
@@ -131,7 +134,8 @@ def test_a_job_that_finishes_ends_everywhere(server: Server, make_nodes: MakeNod
     nodes = make_nodes([server.endpoint], max_nodes=2, desired=2)
     nodes.start("a", environment={"STEPS": "20"}, nproc=2)
     nodes.start("b", environment={"STEPS": "20"}, nproc=1)
-    assert nodes.wait("a") == 0 and nodes.wait("b") == 0
+    assert nodes.wait("a") == 0
+    assert nodes.wait("b") == 0
     assert {line["rank"] for line in nodes.steps()} == {0, 1, 2}
     nodes.start("late")
     assert nodes.wait("late") == 8
@@ -146,7 +150,10 @@ def test_a_script_that_always_fails_uses_up_the_budget(server: Server, make_node
     nodes = make_nodes([server.endpoint], max_nodes=2, desired=2, max_restarts=2, argv=[sys.executable, "-c", script])
     nodes.start("a")
     nodes.start("b")
-    assert nodes.wait("a") == 1 and nodes.wait("b") == 1
+    assert nodes.wait("a") == 1
+    assert nodes.wait("b") == 1
     reason = nodes.events("a", "agent_exit")[0]["reason"]
-    assert "restart budget used up (2 of 2)" in reason and "rank 1 on" in reason and "exit code 3" in reason
+    assert "restart budget used up (2 of 2)" in reason
+    assert "rank 1 on" in reason
+    assert "exit code 3" in reason
     assert [event["number"] for event in formed(nodes, "a")] == [1, 2, 3]

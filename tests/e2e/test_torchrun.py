@@ -119,7 +119,8 @@ def test_tls_by_rdzv_conf(binary: Path, tmp_path: Path) -> None:
         plain = Torchrun(tmp_path / "plain" / "x", server.endpoint)
         agent = plain.start("--nnodes=1")
         assert agent.wait(timeout=60) == 1
-        assert server.endpoint in plain.story() and "RendezvousConnectionError" in plain.story()
+        assert server.endpoint in plain.story()
+        assert "RendezvousConnectionError" in plain.story()
 
 
 @pytest.mark.parametrize(
