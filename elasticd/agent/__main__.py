@@ -16,7 +16,8 @@ import structlog
 from elasticd.agent.config import AgentConfig
 from elasticd.errors import ElasticdError, UsageError
 from elasticd.observability.logging import log_to_file
-from elasticd.rendezvous.member import Member, MemberConfig
+from elasticd.rendezvous.config import MemberConfig
+from elasticd.rendezvous.member import Member
 
 if TYPE_CHECKING:
     from elasticd.agent.agent import Finish

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it without saying so
 
     from elasticd.agent.config import AgentConfig
-    from elasticd.rendezvous.member import Assignment, Member
+    from elasticd.rendezvous.desk import Assignment
+    from elasticd.rendezvous.member import Member
 
 log = structlog.get_logger("elasticd.agent")
 

@@ -8,6 +8,7 @@ A closed pipe or a terminal that hung up ends the telling, never the job.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -162,6 +163,7 @@ class LiveScreen:
 
     def notice(self, notice: Notice) -> None:
         """See `Screen`. Quiet ones are shown in the live part only, and are gone with it."""
+        notice = notice if notice.at else dataclasses.replace(notice, at=time.time())
         self._last.append(notice)
         if notice.weight is not Weight.QUIET:
             self._try(lambda: self._console.print(_notice_text(notice), soft_wrap=True))

@@ -17,7 +17,7 @@ from elasticd.errors import UsageError
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
-    from elasticd.rendezvous.member import MemberConfig
+    from elasticd.rendezvous.config import MemberConfig
 
 _NUMBERS: Final = ("ttl", "settle", "ready_timeout", "drain_timeout", "frozen_max", "join_timeout", "call_timeout")
 _TEXTS: Final = ("cacert", "cert", "key", "cluster", "node", "state_dir")
@@ -111,8 +111,8 @@ def member_config(
 ) -> MemberConfig:
     """What torchrun's options mean for a member."""
     from elasticd.kv.types import KVConfig, TLSFiles
+    from elasticd.rendezvous.config import MemberConfig
     from elasticd.rendezvous.keys import JobKeys
-    from elasticd.rendezvous.member import MemberConfig
     from elasticd.rendezvous.membership import Timing
     from elasticd.rendezvous.nodelock import default_state_dir
 

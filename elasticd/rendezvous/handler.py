@@ -33,7 +33,8 @@ from elasticd.rendezvous.membership import Leave, Stop
 from elasticd.rendezvous.records import Outcome, Result
 
 if TYPE_CHECKING:
-    from elasticd.rendezvous.member import Assignment, Member
+    from elasticd.rendezvous.desk import Assignment
+    from elasticd.rendezvous.member import Member
 
 log = structlog.get_logger("elasticd.rendezvous.handler")
 

@@ -70,6 +70,10 @@ class Memory:
     failed_since: float | None = None
     no_loss_before: float = 0.0
 
+    def blinded_until(self, moment: float) -> Memory:
+        """The same, believing no loss before `moment`."""
+        return replace(self, no_loss_before=moment)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:

@@ -198,7 +198,6 @@ def test_a_conditional_write_that_was_committed_late_is_ours(cluster: Cluster, c
     found = kv.get(prefix + "a")
     assert found is not None
     assert (result.succeeded, found.value, found.create_revision) == (True, b"unique", found.mod_revision)
-    # The store moved on by the retry's answer or not at all: the write is from the first attempt.
     assert kv.stats.by_operation["txn"] >= 2
 
 

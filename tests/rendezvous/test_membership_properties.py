@@ -158,6 +158,7 @@ class Job:
         agent.cut_at = None
         agent.memory = replace(agent.memory, no_loss_before=self.now + TIMING.ttl)
         if KEYS.member(node) in self.store.items:
+            self._report(agent)
             return
         view = self.seen()
         same = view.active and not view.pending and agent.running == view.number and agent.id in view.active.ids
@@ -395,7 +396,7 @@ def turn(job: Job, agent: Agent) -> None:
     job.coordinate(agent)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     size=st.tuples(st.integers(1, 3), st.integers(2, 5), st.integers(1, 5)),
     first=st.integers(1, 5),

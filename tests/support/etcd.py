@@ -196,6 +196,15 @@ class Server:
         """SIGSTOP: connections stay, answers stop."""
         os.kill(self.pid, signal.SIGSTOP)
         self._paused = True
+        # The signal stops one thread after the other; until the last, it may still answer.
+        await_(lambda: all("(zombie)" in line or "(stopped)" in line for line in self._thread_states()), what="the stop")
+
+    def _thread_states(self) -> list[str]:
+        states = []
+        for status in Path(f"/proc/{self.pid}/task").glob("*/status"):
+            with contextlib.suppress(OSError):
+                states += [line for line in status.read_text().splitlines() if line.startswith("State:")]
+        return states
 
     def resume(self) -> None:
         """SIGCONT."""

@@ -1,0 +1,143 @@
+"""The coordinator's work: carrying out what `membership.plan` decides for the whole job.
+
+Owns: what a coordinator remembers, when a deputy may stand in, and putting garbage right. Must not: decide about membership, or know this
+node's workers.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from elasticd.rendezvous import transitions
+from elasticd.rendezvous.membership import Activate, Decision, End, Memory, Propose, Timing, Wait, observe, plan
+from elasticd.rendezvous.sight import LOOK_EVERY
+from elasticd.rendezvous.view import Keyed, View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elasticd.rendezvous.keys import JobKeys
+    from elasticd.rendezvous.records import MemberId, Record
+    from elasticd.rendezvous.sight import Sight
+
+log = structlog.get_logger("elasticd.rendezvous")
+
+STAND_IN_AFTER: Final = LOOK_EVERY / 2
+"""Seconds for which the same thing must have been left undone before a deputy does it (PROTOCOL 8): seen at two of its looks."""
+OWN_WRITE_WITHIN: Final = 1.0
+"""Seconds within which the watch is to bring this member's own write."""
+
+
+class Coordinator:
+    """See the module.
+
+    Args:
+        send: does one transaction and says whether its comparisons held.
+    """
+
+    def __init__(self, keys: JobKeys, timing: Timing, send: Callable[[transitions.Txn], bool]) -> None:
+        self._keys = keys
+        self._timing = timing
+        self._send = send
+        self._memory = Memory()
+        self._undone: Decision | None = None
+        self._undone_since = 0.0
+        self._said = ""
+        self.why = ""
+
+    def note(self, before: View, after: View) -> None:
+        """Remember what changed."""
+        self._memory = observe(self._memory, before, after, time.monotonic(), self._timing)
+
+    def believe_no_loss_for_a_while(self) -> None:
+        """After an outage many leases lapse at once: give their owners one TTL to come back (PROTOCOL 4)."""
+        self._memory = self._memory.blinded_until(time.monotonic() + self._timing.ttl)
+
+    def turn(self, me: MemberId, sight: Sight, written: int) -> float:
+        """Do what is to be done, if it is this member's to do.
+
+        Args:
+            written: the revision of this member's own last write; nothing is decided on a view from before it.
+
+        Returns:
+            When to turn again even if nothing happens, on the monotonic clock.
+        """
+        if not sight.whole:
+            return float("inf")
+        if sight.view.revision < written:
+            return self._await_own_write(sight)
+        if sight.coordinator and self._repair(sight.view):
+            return time.monotonic() + OWN_WRITE_WITHIN
+        decision = plan(sight.view, time.monotonic(), self._memory, self._timing)
+        if not sight.coordinator and not self._may_stand_in(decision):
+            return float("inf")
+        self._say(decision)
+        if isinstance(decision, Wait):
+            return decision.until if decision.until is not None else float("inf")
+        if not self._send(self._txn(sight.view, decision, me)):
+            sight.load()  # somebody wrote first
+        return time.monotonic()
+
+    def _await_own_write(self, sight: Sight) -> float:
+        if time.monotonic() - sight.looked_at <= OWN_WRITE_WITHIN:
+            return time.monotonic() + OWN_WRITE_WITHIN
+        sight.load()
+        return time.monotonic()
+
+    def _txn(self, view: View, decision: Propose | Activate | End, me: MemberId) -> transitions.Txn:
+        if isinstance(decision, Propose):
+            return transitions.propose(self._keys, view, decision, me)
+        if isinstance(decision, Activate):
+            return transitions.activate(self._keys, view, decision, me, frozen_max=self._timing.frozen_max, at=time.time())
+        assert view.generation is not None  # plan ends only what has begun
+        return transitions.end(self._keys, view.generation, decision, at=time.time())
+
+    def _may_stand_in(self, decision: Decision) -> bool:
+        now = time.monotonic()
+        if isinstance(decision, Wait):
+            self._undone = None
+            return False
+        if self._undone != decision:
+            self._undone, self._undone_since = decision, now
+            return False
+        if now - self._undone_since < STAND_IN_AFTER:
+            return False
+        log.warning("standing_in_for_coordinator", decision=type(decision).__name__.lower())
+        self._undone = None
+        return True
+
+    def _say(self, decision: Decision) -> None:
+        match decision:
+            case Propose():
+                self.why = f"proposing {decision.number} ({decision.mode.value}): {decision.cause}"
+            case Activate():
+                self.why = f"activating {decision.proposal.number}"
+            case End():
+                self.why = f"ending: {decision.state.value}: {decision.reason}"
+            case Wait():
+                self.why = decision.why
+        if self.why != self._said:
+            self._said = self.why
+            log.info("decision", text=self.why)
+
+    def _repair(self, view: View) -> bool:
+        """Put right what somebody wrote over or removed: the last good value is this member's to restore. Whether anything was wrong."""
+        records: list[tuple[str, Keyed[Record] | None]] = [
+            (self._keys.generation, view.generation),
+            (self._keys.proposal, view.proposal),
+            (self._keys.target, view.target),
+        ]
+        for key, keyed in records:
+            seen = view.damaged.get(key)
+            if seen is None:
+                continue
+            if keyed is None:
+                self.why = f"{key} holds garbage, and this member never saw a good value: membership is frozen until somebody puts it right"
+            else:
+                log.warning("repairing", key=key)
+                self._send(transitions.repair(key, keyed.record, seen))
+            return True
+        return False
