@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import Self
 
@@ -39,9 +40,13 @@ class NodeLock:
         self.path = directory / f"{cluster}--{job}--{node}.lock"
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if directory.stat().st_uid != os.getuid():
+            status = directory.stat()
+            if status.st_uid != os.getuid():
                 msg = f"{directory} belongs to another user"
                 raise UsageError(msg, remedy="set XDG_RUNTIME_DIR to a directory of your own")
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                msg = f"{directory} can be written by others"
+                raise UsageError(msg, remedy=f"chmod go-w {directory}")
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             msg = f"cannot use {self.path}: {error.strerror}"

@@ -82,6 +82,7 @@ class _Peer:
     member: GenerationMember
     sock: socket.socket | None = None
     connected: bool = False
+    heard: bool = False
     buffer: bytes = b""
     refused: int = 0
     next_ask: float = 0.0
@@ -260,7 +261,7 @@ class PeerMonitor:
         if code not in (0, errno.EINPROGRESS):
             self._suspect(peer, refused=code == errno.ECONNREFUSED)
             return
-        peer.connected = False
+        peer.connected = peer.heard = False
         peer.buffer = b""
         self._selector.register(peer.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, lambda _sock, peer=peer: self._ready(peer))
 
@@ -272,6 +273,7 @@ class PeerMonitor:
                 self._suspect(peer, refused=code == errno.ECONNREFUSED)
                 return
             peer.connected = True
+            peer.refused = 0
             self._selector.modify(peer.sock, selectors.EVENT_READ, lambda _sock, peer=peer: self._ready(peer))
             self._ask(peer)
             return
@@ -296,19 +298,22 @@ class PeerMonitor:
         if incarnation != peer.member.id.incarnation:
             self._died(peer, "another agent answers at its port")
             return
-        peer.refused = 0
+        peer.heard = True
         with self._lock:
             peer.answered_at = time.monotonic()
             peer.generation = int(running) if running.isdigit() else 0
 
     def _suspect(self, peer: _Peer, *, refused: bool) -> None:
-        """A connection ended, or could not be made: call again soon; a second refusal is death."""
+        """A connection ended, or could not be made: call again soon; a second refusal in a row is death."""
+        met, heard = peer.connected, peer.heard
         self._drop(peer)
         peer.refused = peer.refused + 1 if refused else peer.refused
         if peer.refused >= 2:
             self._died(peer, "refused twice")
             return
-        peer.next_ask = time.monotonic() + (RETRY_AFTER if refused else 0.0)
+        # At once only after a connection that worked: a network that is down, or somebody who hangs up on us, would keep us spinning.
+        pause = 0.0 if met and heard else RETRY_AFTER if met or refused else ASK_EVERY
+        peer.next_ask = time.monotonic() + pause
 
     def _died(self, peer: _Peer, why: str) -> None:
         if peer.dead:

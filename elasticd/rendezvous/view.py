@@ -3,7 +3,7 @@
 Owns: turning keys and watch events into a `View`, and remembering the last good value of a key that holds garbage. Must not: decide or write.
 
 Garbage never ends a job: a key that cannot be believed keeps its last good value as long as it is the same key (same create revision), is
-named in `problems`, and is put right by whoever owns it.
+named in `problems`, and is put right by whoever owns it. Nor does removing one of the three keys that are never removed by the protocol.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Keyed(Generic[R_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """One job at one revision. A key that does not exist is None; garbage is in `problems` (key -> what is wrong)."""
+    """One job at one revision.
+
+    A key that never existed is None. `problems` says what is wrong with a key; `damaged` holds its mod revision, 0 if it was removed.
+    """
 
     revision: int
     target: Keyed[TargetRecord] | None = None
@@ -156,6 +159,10 @@ class Ledger:
             self._view = None
 
     def _forget(self, key: str) -> None:
+        if key in (self._keys.target, self._keys.proposal, self._keys.generation) and key in self._good:
+            self._problems[key] = f"{key}: was removed"
+            self._damaged[key] = 0
+            return
         self._good.pop(key, None)
         self._problems.pop(key, None)
         self._damaged.pop(key, None)

@@ -58,7 +58,7 @@ class Pipe:
 
     def say(self, expression: str) -> str:
         """Python source that writes the value of `expression` as one line. No file object: a signal handler's SystemExit would be lost in its destructor."""
-        return f"import os\nos.write(os.open({str(self.path)!r}, os.O_WRONLY), f'{{{expression}}}\\n'.encode())\n"
+        return f"import os\nos.write(os.open({str(self.path)!r}, os.O_WRONLY), (str({expression}) + chr(10)).encode())\n"
 
     def line(self) -> str:
         while b"\n" not in self._rest:
