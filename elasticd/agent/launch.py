@@ -4,7 +4,7 @@ Owns: worker processes from fork to reaping, and everything in their process gro
 rendezvous, or choose where logs lie (`logs`). `ExecLauncher` is the one way so far; a fork from a warm zygote is to be another `Launcher`.
 
 How a worker is tied to its agent. Each worker leads its own session, so that one killpg reaches the children it forked, and has PDEATHSIG=SIGKILL,
-so that a killed agent leaves no orphan training (torchrun does: shared/facts/elastic-training.md 0.5). `preexec_fn` is unsafe in a process with
+so that a killed agent leaves no orphan training (torchrun does: seen with torch 2.13). `preexec_fn` is unsafe in a process with
 threads, so a shim, `_exec_child.py`, sets this up and execs the program. Cost per worker, `/bin/true` from start to end, 2 cores: nothing 0.9 ms,
 `setpriv --pdeathsig` 1.5 ms, the shim 13 ms (9 ms of it Python's own start), in parallel over workers and beside the 1.5 s or more of `import torch`.
 setpriv was not taken: it does not look at its parent afterwards, so an agent that dies in between still leaves an orphan, it keeps ignored and

@@ -10,7 +10,7 @@ Owns: the directories below the log root, and reading torch's error file. Must n
     <root>/<job>/<node>/generation-000007-2/...                 the same generation, after the agent was restarted
 
 torchrun empties a directory before it uses it again, and a membership change reuses the number: the logs that tell why a node was lost are gone
-(shared/facts/elastic-training.md 2.8). Here every start gets a directory of its own.
+(torch 2.13, DefaultLogsSpecs.reify). Here every start gets a directory of its own.
 """
 
 from __future__ import annotations

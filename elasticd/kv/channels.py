@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 METADATA = (("hasleader", "true"),)
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
-    # gRPC's default back-off grows to two minutes and outlives a lease (facts/spike.md, trap 1).
+    # gRPC's default back-off grows to two minutes and outlives a lease.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 500),
     # This one is also the time that one attempt to connect may take, TLS handshake included: 200 ms would lock out a slow link for good.

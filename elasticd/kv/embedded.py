@@ -169,7 +169,7 @@ class EmbeddedEtcd:
             *("--name", "local", "--data-dir", str(self._data_dir / "member-data")),
             *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url, "--initial-cluster", f"local={peer_url}"),
-            # Off by default, and history then grows without bound (facts/operations.md, E.5).
+            # Off by default, and history then grows without bound.
             *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
             *("--logger", "zap", "--log-outputs", "stderr"),
         ]

@@ -3,7 +3,7 @@
 Owns: when to renew, and whether etcd still honours the lease. Must not: decide what its loss means; it only tells.
 
 The thread has its own channel: a keepalive must not queue behind a listing. It renews only while its owner says that the owner's loop is alive
-(PROTOCOL.md rule 6), so that a hung agent loses its keys.
+(PROTOCOL 6), so that a hung agent loses its keys.
 """
 
 from __future__ import annotations

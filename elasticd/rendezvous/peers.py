@@ -336,7 +336,8 @@ class PeerMonitor:
 
 
 def _only_questions(buffer: bytes) -> bool:
-    return not buffer.replace(b"?\n", b"").removeprefix(b"?")
+    *questions, rest = buffer.split(b"\n")
+    return all(question == b"?" for question in questions) and rest in {b"", b"?"}
 
 
 def unreachable(members: Iterable[GenerationMember], timeout: float = 1.0) -> tuple[MemberId, ...]:

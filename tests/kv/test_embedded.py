@@ -34,7 +34,7 @@ def program(binary: Path, monkeypatch: pytest.MonkeyPatch) -> EtcdBinary:
 
 
 def gone(pid: int) -> bool:
-    """Ended; a zombie nobody reaps counts (facts/spike.md, trap 14)."""
+    """Ended; a zombie nobody reaps counts."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -109,7 +109,7 @@ def test_a_comparison_sees_the_lease(kv: EtcdKV, prefix: str) -> None:
 
 
 def test_a_range_comparison_sees_additions_and_changes_and_no_deletion(kv: EtcdKV, prefix: str) -> None:
-    """mod(prefix) < list revision + 1 is the fence of PROTOCOL.md rule 5."""
+    """mod(prefix) < list revision + 1 is the fence of PROTOCOL 5."""
 
     def unchanged_since(revision: int) -> bool:
         return kv.txn([Compare(key=prefix, target=Target.MOD, op="<", value=revision + 1, prefix=True)], []).succeeded

@@ -1,4 +1,4 @@
-"""The table from gRPC statuses to our errors. The texts are etcd's own (api/v3rpc/rpctypes/error.go) and gRPC's as seen in facts/."""
+"""The table from gRPC statuses to our errors. The texts are etcd's own (api/v3rpc/rpctypes/error.go) and gRPC's."""
 
 from __future__ import annotations
 

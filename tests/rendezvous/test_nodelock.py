@@ -49,8 +49,8 @@ def test_it_is_free_again_once_closed_and_closing_twice_is_harmless(directory: P
 
 
 def test_a_shorter_pid_leaves_nothing_of_a_longer_one(directory: Path) -> None:
-    lock(directory).close()
-    path = lock(directory).path
+    with lock(directory) as first:
+        path = first.path
     path.write_text("99999999999\n")
     with lock(directory):
         assert path.read_text() == f"{os.getpid()}\n"
