@@ -318,7 +318,9 @@ class JobAgent(SimpleElasticAgent):
         self._store = self._worker_group.store = current.store = None
         stuck = current.workers.stuck
         if stuck:
-            log.error("workers_stuck", generation=current.number, local_ranks=list(stuck), action="they hold their devices; this node needs a reboot")
+            # SIGKILL did not end them: they wait in the kernel and hold their devices, so that new workers here would fail for want of these.
+            log.error("workers_stuck", generation=current.number, local_ranks=list(stuck), action="this node leaves the job; it needs a reboot")
+            self.leave()
         log.info("workers_stopped", generation=current.number, why=why, outcome=outcome.result.value if outcome else None)
         self._member.report_stopped(current.number, outcome, broken)
 

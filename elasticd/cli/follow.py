@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import stat
+import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _CHUNK = 256 * 1024
+_AT_ONCE = 4 * 1024 * 1024
 LONGEST_LINE = 64 * 1024
 """Bytes after which an unfinished line is handed out in pieces: a worker may never write a line break."""
 
@@ -42,19 +44,12 @@ class Tail:
                 self._offset = os.fstat(self._fd).st_size
 
     def lines(self) -> list[bytes]:
-        """Complete lines since the last call, without their line breaks."""
-        lines: list[bytes] = []
-        if self._fd >= 0 and self._replaced():
-            lines += self._read()
-            lines += self._take_partial()
-            self.close()
-        if self._fd < 0:
-            self._open()
-        return lines + self._read()
+        """Complete lines since the last call, without their line breaks; of very much the first 4 MiB, and the rest next time."""
+        return self._new_lines(_AT_ONCE)
 
     def rest(self) -> list[bytes]:
         """The same, and the last line even if it is unfinished: for when nobody writes any more. Closes the file."""
-        lines = self.lines() + self._take_partial()
+        lines = self._new_lines(sys.maxsize) + self._take_partial()
         self.close()
         return lines
 
@@ -63,6 +58,16 @@ class Tail:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._offset, self._partial = -1, 0, b""
+
+    def _new_lines(self, limit: int) -> list[bytes]:
+        lines: list[bytes] = []
+        if self._fd >= 0 and self._replaced():
+            lines += self._read(sys.maxsize)
+            lines += self._take_partial()
+            self.close()
+        if self._fd < 0:
+            self._open()
+        return lines + self._read(limit)
 
     def _open(self) -> None:
         try:
@@ -81,14 +86,15 @@ class Tail:
         except OSError:
             return False
 
-    def _read(self) -> list[bytes]:
+    def _read(self, limit: int) -> list[bytes]:
         if self._fd < 0:
             return []
         if os.fstat(self._fd).st_size < self._offset:
             self._offset, self._partial = 0, b""
         lines: list[bytes] = []
-        while data := os.pread(self._fd, _CHUNK, self._offset):
+        while limit > 0 and (data := os.pread(self._fd, _CHUNK, self._offset)):
             self._offset += len(data)
+            limit -= len(data)
             *whole, self._partial = (self._partial + data).split(b"\n")
             lines += whole
             while len(self._partial) > LONGEST_LINE:

@@ -115,9 +115,9 @@ def jobs_to_screen(statuses: Sequence[JobStatus]) -> RenderableType:
             status.job,
             state_text(status.state),
             str(status.generation or "-"),
-            _of(status.nodes_training, status.nodes_desired),
+            of_text(status.nodes_training, status.nodes_desired),
             str(status.world_size or "-"),
-            _of(status.restarts_used, status.restarts_max),
+            of_text(status.restarts_used, status.restarts_max),
             Text(status.why),
         )
     return table
@@ -126,6 +126,11 @@ def jobs_to_screen(statuses: Sequence[JobStatus]) -> RenderableType:
 def state_text(state: str) -> Text:
     """A state in its colour."""
     return Text(str(state), style=STYLES.get(state, ""))
+
+
+def of_text(used: int, most: int | None) -> str:
+    """A count and its limit, as "2/10"; the count alone where no limit is known."""
+    return f"{used}/{most}" if most is not None else str(used)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -169,14 +174,17 @@ def _facts(status: JobStatus, store: Sequence[str], now: float) -> Table:
     if status.generation:
         since = f", formed {age_text(now - status.formed_at)} ago" if status.formed_at else ""
         table.add_row("generation", Text(f"{status.generation}: {cause_text(status.cause or '')}{since}"))
-    table.add_row("world size", f"{count(status.world_size, 'worker')} on {count(status.nodes_training, 'node')}")
+    if status.world_size:
+        table.add_row("world size", f"{count(status.world_size, 'worker')} on {count(status.nodes_training, 'node')}")
     if status.nodes_desired is not None:
         table.add_row("nodes", f"{status.nodes_desired} wanted, {status.nodes_min} at least, {status.nodes_max} at most")
-    table.add_row("restarts", f"{_of(status.restarts_used, status.restarts_max)} used")
+    table.add_row("restarts", f"{of_text(status.restarts_used, status.restarts_max)} used")
     if status.checkpoint_step is not None:
         table.add_row("checkpoint", f"step {status.checkpoint_step}")
-    table.add_row("store", Text(status.store or "-"))
-    table.add_row("coordinator", Text(status.coordinator or "-"))
+    if status.store:
+        table.add_row("store", Text(status.store))
+    if status.coordinator:
+        table.add_row("coordinator", Text(status.coordinator))
     table.add_row("etcd", Text(f"{', '.join(store)}, revision {status.revision}"))
     return table
 
@@ -202,7 +210,3 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, no_wrap=column != "why", overflow="fold" if column == "why" else "ellipsis")
     return table
-
-
-def _of(used: int, most: int | None) -> str:
-    return f"{used}/{most}" if most is not None else str(used)

@@ -13,6 +13,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import tempfile
 import time
 from contextlib import ExitStack
@@ -61,13 +62,15 @@ def run(options: RunOptions) -> int:
     """
     started = time.monotonic()
     progress = Progress(job=options.job)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by some parents, and then the kernel throws exit codes away
     spared = adopt_orphans()
-    with Interrupts() as interrupts, _closing(make_screen(options.show, jsonl=options.jsonl, started=started)) as screen:
+    with _closing(make_screen(options.show, jsonl=options.jsonl, started=started)) as screen, Interrupts() as interrupts:
         try:
             outcome = _run(options, progress, screen, interrupts)
         except Interrupted as interrupted:
             outcome = RunOutcome(result=RunResult.INTERRUPTED, reason=f"{interrupted.number.name} while starting", exit_code=128 + interrupted.number)
         finally:
+            interrupts.collect()  # nothing interrupts the sweeping
             sweep(spared)
     _tell_end(options, outcome, progress, screen, elapsed=time.monotonic() - started)
     if options.summary is not None:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from elasticd.cli.options import Show
 from elasticd.cli.progress import Notice, Weight, cause_text
-from elasticd.cli.render import age_text, clock_text, ranks_text, rfc3339, state_text
+from elasticd.cli.render import age_text, clock_text, of_text, ranks_text, rfc3339, state_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -236,12 +236,10 @@ def _headline(progress: Progress, elapsed: float) -> Text:
     text.append_text(state_text(status.state))
     if progress.store_problem:
         text.append(" (etcd unreachable)", style="bold red")
-    parts = [f"generation {status.generation}: {cause_text(status.cause or '')}"] if status.generation else []
-    parts.append(f"world size {status.world_size}")
-    parts.append(f"restarts {status.restarts_used}/{status.restarts_max}")
-    if progress.step is not None:
-        parts.append(f"step {progress.step}")
-    parts.append(age_text(elapsed))
+    # What is long comes last: a narrow terminal cuts it off.
+    parts = [f"step {progress.step}"] if progress.step is not None else []
+    parts += [f"world size {status.world_size}", f"restarts {of_text(status.restarts_used, status.restarts_max)}", age_text(elapsed)]
+    parts += [f"generation {status.generation}: {cause_text(status.cause or '')}"] if status.generation else []
     return text.append("  " + "  ".join(parts))
 
 

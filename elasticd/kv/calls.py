@@ -102,13 +102,13 @@ class Caller:
         tried = 0
         while (left := deadline - time.monotonic()) >= SHORTEST:
             endpoint = self._ring.current
-            failure, answer = self._attempt(operation, endpoint, send, min(self._timeout, left))
-            if failure is None:
-                return answer  # type: ignore[return-value]  # None stands for "failed" only beside a failure
-            causes[endpoint] = failure.cause
-            if not failure.moves:
-                raise failure.error(f"{operation} at {endpoint}: {failure.cause}")
-            if again is not None and not again(failure):
+            outcome = self._attempt(operation, endpoint, send, min(self._timeout, left))
+            if not isinstance(outcome, Failure):
+                return outcome
+            causes[endpoint] = outcome.cause
+            if not outcome.moves:
+                raise outcome.error(f"{operation} at {endpoint}: {outcome.cause}")
+            if again is not None and not again(outcome):
                 break
             tried += 1
             if tried % len(self._ring) == 0:
@@ -126,7 +126,7 @@ class Caller:
         if self._closed.is_set():
             raise KVClosedError(f"{operation}: the etcd client was closed")
 
-    def _attempt(self, operation: str, endpoint: str, send: Callable[[Link, float], _T], timeout: float) -> tuple[Failure | None, _T | None]:
+    def _attempt(self, operation: str, endpoint: str, send: Callable[[Link, float], _T], timeout: float) -> _T | Failure:
         self.check_open(operation)
         self._counters.request(operation)
         try:
@@ -136,11 +136,11 @@ class Caller:
             failure = failure_of(error, tls=self._tls)
         else:
             self._ring.worked(endpoint)
-            return None, answer
+            return answer
         if failure.error is KVClosedError:
             self.check_open(operation)
             failure = Failure(error=KVUnavailableError, cause=failure.cause, maybe_done=failure.maybe_done)
         if failure.moves:
             _log.debug("attempt_failed", operation=operation, endpoint=endpoint, cause=failure.cause)
             self._ring.failed(endpoint)
-        return failure, None
+        return failure

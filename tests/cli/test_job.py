@@ -100,8 +100,16 @@ STATES: dict[str, tuple[View, JobState, str]] = {
     "a worker has failed": (view(member(0, outcome=failed(4)), member(1), generation=generation(0, 1)), JobState.RESTARTING, "node-0 failed or stopped"),
     "the next is proposed": (view(member(0), member(1), generation=generation(0, 1, 2), proposal=proposal(0, 1)), JobState.RESTARTING, "loss of node-9"),
     "proposed with too few": (view(member(0), generation=generation(0, 1, 2), proposal=proposal(0)), JobState.WAITING, "1 of at least 2 nodes"),
-    "an operator stops it": (view(member(0), member(1), target=target(run=False, reason="maintenance"), generation=generation(0, 1)), JobState.STOPPING, "maintenance"),
-    "it has succeeded": (view(generation=generation(0, 1, state=GenerationState.SUCCEEDED, reason="every worker finished")), JobState.SUCCEEDED, "every worker finished"),
+    "an operator stops it": (
+        view(member(0), member(1), target=target(run=False, reason="maintenance"), generation=generation(0, 1)),
+        JobState.STOPPING,
+        "maintenance",
+    ),
+    "it has succeeded": (
+        view(generation=generation(0, 1, state=GenerationState.SUCCEEDED, reason="every worker finished")),
+        JobState.SUCCEEDED,
+        "every worker finished",
+    ),
     "it has failed": (view(generation=generation(0, 1, state=GenerationState.FAILED, reason="budget used up")), JobState.FAILED, "budget used up"),
     "it was stopped": (view(generation=generation(0, 1, state=GenerationState.STOPPED, reason="by me")), JobState.STOPPED, "by me"),
     "it was started again": (

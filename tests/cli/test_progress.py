@@ -86,7 +86,9 @@ def test_an_outage_of_etcd_is_said_when_it_begins_and_ends() -> None:
 def test_a_warning_without_a_sentence_is_spelled_out_and_not_repeated_for_a_while() -> None:
     progress = Progress(job="train")
     trouble = {"level": "warning", "node": "node-0", "peer_name": "node-1", "exception": "Traceback:\n  File x\nValueError: no"}
-    first = progress.on_event(AgentEvent(node="node-0", name="evicted_dead_peer", level="warning", at=10.0, fields={k: trouble[k] for k in trouble if k != "level"}))
+    first = progress.on_event(
+        AgentEvent(node="node-0", name="evicted_dead_peer", level="warning", at=10.0, fields={k: trouble[k] for k in trouble if k != "level"})
+    )
     assert [(notice.text, notice.weight) for notice in first] == [("node-0: evicted dead peer (peer name: node-1, exception: ValueError: no)", Weight.WARNING)]
     again = event("trouble", level="error", at=10.0), event("trouble", level="error", at=20.0), event("trouble", level="error", at=90.0)
     assert said(progress, *again) == ["node-0: trouble", "node-0: trouble"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import re
+import select
 import signal
+import struct
 import subprocess
 import sys
-import tempfile
+import termios
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -69,13 +72,16 @@ class Ctl:
         self.mark = uuid.uuid4().hex
         self.home = home
         env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(home), "XDG_RUNTIME_DIR": str(home), MARK: self.mark}
-        env = {name: value for name, value in env.items() if not name.startswith("ELASTICCTL_")}
+        env = {name: value for name, value in env.items() if not name.startswith("ELASTICCTL_")} | {"TMPDIR": str(home)}
         self.out, self.err = home / f"{self.mark}.out", home / f"{self.mark}.err"
         command = [sys.executable, "-m", "elasticd.cli", *arguments]
         self.terminal = -1
         if tty:
             self.terminal, inside = pty.openpty()
+            fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
             env["TERM"] = "xterm"
+            env.pop("COLUMNS", None)  # pytest-xdist sets it, and it would outweigh the terminal's own size
+            env.pop("NO_COLOR", None)
             self.process = subprocess.Popen(command, cwd=home, env=env, stdin=inside, stdout=inside, stderr=inside, start_new_session=True)
             os.close(inside)
             return
@@ -168,7 +174,7 @@ def registered(tmp_path: Path) -> list[str]:
 def scratch_of(ctl: Ctl) -> Path:
     command = ctl.processes()[ctl.pid_of(r"--data-dir")]
     (path,) = re.findall(r"--data-dir (\S+)/etcd/member-data", command)
-    assert path.startswith(tempfile.gettempdir())
+    assert Path(path).parent == ctl.home
     return Path(path)
 
 
@@ -207,7 +213,8 @@ def test_a_run_succeeds_and_is_seen_by_status_while_it_lasts(start: Start, tmp_p
 def test_a_failing_script_fails_the_run_and_the_root_cause_is_told(start: Start, tmp_path: Path) -> None:
     run = start("run", "--nodes", "2", "--max-restarts", "0", "--lease-ttl", "2", "--summary", "summary.json", "--", "failing.py")
     assert run.wait() == 1, run.stderr
-    tail = run.stderr.partition("failed: rank 1 on node-")[2]
+    assert re.search(r"worker failed: rank 1 on node-\d: exit code 1\n", run.stderr)
+    tail = re.split(r"\d failed: rank 1 on node-", run.stderr)[1]
     assert "exit code 1; log " in tail.splitlines()[0]
     assert tail.splitlines()[-1].endswith("  | ValueError: no such layer")
     assert Path(re.findall(r"; log (\S+stderr.log)", tail)[0]).read_text().endswith("ValueError: no such layer\n")
@@ -217,14 +224,15 @@ def test_a_failing_script_fails_the_run_and_the_root_cause_is_told(start: Start,
     assert list((tmp_path / "elasticd").glob("*.lock")) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_stops_the_job_in_order(start: Start, tmp_path: Path, number: signal.Signals, code: int) -> None:
-    run = start("run", "--nodes", "2", "--stop-grace", "5", "--summary", "summary.json", "--", "polite.py")
+@pytest.mark.parametrize(("number", "code", "nodes"), [(signal.SIGINT, 130, "2"), (signal.SIGTERM, 143, "1"), (signal.SIGHUP, 129, "1")])
+def test_a_signal_stops_the_job_in_order(start: Start, tmp_path: Path, number: signal.Signals, code: int, nodes: str) -> None:
+    run = start("run", "--nodes", nodes, "--stop-grace", "5", "--summary", "summary.json", "--", "polite.py")
     run.until(r"step 2\b")
     run.signal(number)
     assert run.wait() == code, run.stderr
     assert run.stdout.splitlines()[-1] == "asked to stop"
     assert f"{number.name}: stopping the job in order, workers have 5 s; another Ctrl-C kills it at once" in run.stderr
+    assert "node-0 is done: stopped" in run.stderr  # by the job's target, not by leaving one by one
     assert (summary_of(tmp_path)["result"], summary_of(tmp_path)["reason"]) == ("interrupted", f"{number.name}: stopped in order")
     run.assert_nothing_left(0)
 
@@ -240,9 +248,9 @@ def test_ctrl_c_while_everything_is_starting_leaves_nothing(start: Start, tmp_pa
 
 
 def test_a_second_ctrl_c_kills_at_once_and_leaves_nothing(start: Start) -> None:
-    run = start("run", "--nodes", "2", "--stop-grace", "60", "--", "stubborn.py")
+    run = start("run", "--stop-grace", "60", "--", "stubborn.py")
     run.until(r"step 0")
-    await_(lambda: sum("sleep" in command for command in run.processes().values()) == 4, 20)
+    await_(lambda: sum("sleep" in command for command in run.processes().values()) == 2, 20)
     run.signal(signal.SIGINT)
     run.until("stopping the job in order")
     began = time.monotonic()
@@ -254,7 +262,7 @@ def test_a_second_ctrl_c_kills_at_once_and_leaves_nothing(start: Start) -> None:
 
 
 def test_nothing_outlives_a_run_that_is_killed(start: Start, tmp_path: Path) -> None:
-    run = start("run", "--nodes", "2", "--job", "train", "--", "polite.py")
+    run = start("run", "--job", "train", "--", "polite.py")
     run.until(r"step 2\b")
     scratch = scratch_of(run)
     run.signal(signal.SIGKILL)
@@ -303,13 +311,20 @@ def test_the_run_fails_if_all_its_nodes_die(start: Start, tmp_path: Path) -> Non
 
 
 def test_the_local_etcd_is_started_again_if_it_dies(start: Start) -> None:
-    run = start("run", "--nodes", "2", "--", "steps.py", "40")
+    run = start("run", "--", "steps.py", "30")
     run.until(r"step 1 ")
     os.kill(run.pid_of(r"--data-dir"), signal.SIGKILL)
     run.until("the local etcd had ended and was started again")
     assert run.wait() == 0, run.stderr
     assert run.stdout.count("step 0 ") == 1  # the workers went on meanwhile
     run.assert_nothing_left(0)
+
+
+def test_a_parent_that_ignores_its_children_does_not_matter(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "deaf.sh").write_text(f"trap '' CHLD\nexec {sys.executable} -m elasticd.cli run -- steps.py 1\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", "deaf.sh"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "step 0 rank 0 of 1\n"), done.stderr
 
 
 def test_jsonl_carries_events_and_output(start: Start) -> None:
@@ -343,16 +358,19 @@ def test_on_a_terminal_the_state_is_drawn_and_ctrl_c_works(start: Start) -> None
     deadline = time.monotonic() + 60
     interrupted = False
     while time.monotonic() < deadline:
+        if not select.select([run.terminal], [], [], 1)[0]:
+            continue
         try:
             seen += os.read(run.terminal, 65536)
         except OSError:  # the last one that held the terminal has closed it
             break
-        if not interrupted and re.search(rb"restarts 0/10  step [1-9]", seen):
+        if not interrupted and re.search(rb"step [1-9]\d*  world size 2", seen):
             interrupted = True
             run.signal(signal.SIGINT)
     assert run.wait() == 130
+    print(seen)
     text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", seen).decode()
-    assert re.search(r"polite-[0-9a-f]{4}  training  generation 1: first formation  world size 2", text)
+    assert re.search(r"polite-[0-9a-f]{4}  training  step \d+  world size 2  restarts 0/10  \d+ s  generation 1: first formation", text)
     assert re.search(r"node-1  training +ranks \d", text)
     assert "[node-1 " in text
     assert "interrupted: SIGINT: stopped in order" in text
@@ -366,8 +384,7 @@ def test_a_job_that_has_ended_is_started_again_only_if_asked(start: Start, tmp_p
         refused = start(*base, "--", "steps.py", "1")
         assert refused.wait() == 8
         assert refused.stderr == (
-            "elasticctl: job 'train' has ended (succeeded at generation 1: every worker finished); "
-            "give another --job, or --again to start this one again\n"
+            "elasticctl: job 'train' has ended (succeeded at generation 1: every worker finished); give another --job, or --again to start this one again\n"
         )
         over = start("status", "train", "--etcd", etcd.endpoint, "--exit-code")
         assert over.wait() == 3

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tests.kv.conftest import Connect
 
 pytestmark = pytest.mark.timeout(60)
+# For what depends on our process handling and not on etcd's version.
+any_version = pytest.mark.parametrize("binary", ["any"], indirect=True)
 
 
 @pytest.fixture
@@ -67,6 +69,7 @@ def test_data_survives_a_restart(program: EtcdBinary, tmp_path: Path, connect: C
     assert found.value == b"1"
 
 
+@any_version
 def test_a_fixed_port_is_used(program: EtcdBinary, tmp_path: Path) -> None:
     """An operator may want to know the endpoint beforehand."""
     (port,) = free_ports(1)
@@ -86,6 +89,7 @@ def test_a_port_in_use_is_one_clear_error(program: EtcdBinary, tmp_path: Path) -
     assert {child.pid for child in psutil.Process().children()} <= children
 
 
+@any_version
 def test_a_lost_race_for_a_free_port_is_run_again(program: EtcdBinary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody takes the port between the look and the start."""
     from elasticd.kv import embedded
@@ -100,6 +104,7 @@ def test_a_lost_race_for_a_free_port_is_run_again(program: EtcdBinary, tmp_path:
     assert taken == []
 
 
+@any_version
 def test_it_dies_with_its_starter(program: EtcdBinary, tmp_path: Path) -> None:
     """SIGKILL of the starting process takes etcd along."""
     code = (
@@ -114,6 +119,7 @@ def test_it_dies_with_its_starter(program: EtcdBinary, tmp_path: Path) -> None:
     await_(lambda: gone(pid), within=5, what="the end of etcd")
 
 
+@any_version
 def test_it_outlives_the_thread_that_asked_for_it(program: EtcdBinary, tmp_path: Path) -> None:
     """The kernel's "parent death" is that of a thread; ours must not be the caller's."""
     made: list[EmbeddedEtcd] = []
@@ -125,6 +131,7 @@ def test_it_outlives_the_thread_that_asked_for_it(program: EtcdBinary, tmp_path:
         assert etcd.running
 
 
+@any_version
 def test_a_stopped_member_is_ended_too(program: EtcdBinary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM does not reach a paused process; SIGKILL follows."""
     monkeypatch.setattr("elasticd.kv.embedded._STOP_WITHIN", 0.3)
@@ -179,6 +186,7 @@ def test_an_untested_version_is_warned_about(tmp_path: Path, monkeypatch: pytest
     assert warned == ["etcd_version_not_tested"]
 
 
+@any_version
 def test_settings_for_etcdctl_do_not_reach_it(program: EtcdBinary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """etcd would take ETCD_LISTEN_CLIENT_URLS and the like for its own."""
     monkeypatch.setenv("ETCD_DATA_DIR", str(tmp_path / "elsewhere"))

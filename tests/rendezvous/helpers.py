@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any, Self
+
+import structlog
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,8 +24,11 @@ class Helper:
     def __init__(self, what: str, **arguments: Any) -> None:
         command = [sys.executable, "-m", "tests.rendezvous.helpers", what, json.dumps(arguments)]
         self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.ready = self._hear()
+        try:
+            self.ready = self._hear()
+        except BaseException:
+            self.kill()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -99,8 +103,7 @@ def be_member(**arguments: Any) -> None:
 
 def main() -> None:
     """Run the helper named on the command line."""
-    # A helper that is being ended by its test must not wait for anybody.
-    threading.excepthook = lambda args: None
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # standard output is for answers
     what, arguments = sys.argv[1], json.loads(sys.argv[2])
     {"hold_lock": hold_lock, "answer_echoes": answer_echoes, "be_member": be_member}[what](**arguments)
 

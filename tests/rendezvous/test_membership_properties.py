@@ -196,6 +196,8 @@ class Job:
         if key in self.store.items or key == KEYS.checkpoint:
             if key in self.store.items and self.store.items[key].value != b"\x00garbage":
                 self.good[key] = self.store.items[key].value
+                for agent in self.agents.values():
+                    agent.ledger.load(self.store.listing())  # a watch brings every value in its turn, the last good one too
             self.store.put(key, b"\x00garbage")
 
     def tick(self, seconds: float) -> None:

@@ -78,10 +78,13 @@ def member(
     return Keyed(record, age, age if mod is None else mod, lease=age)
 
 
-def target(minimum: int = 1, maximum: int = 3, desired: int | None = None, *, budget: int = 10, run: bool = True, mod: int = 1, reason: str = "") -> Keyed[TargetRecord]:
+def target(
+    minimum: int = 1, maximum: int = 3, desired: int | None = None, *, budget: int = 10, run: bool = True, mod: int = 1, reason: str = ""
+) -> Keyed[TargetRecord]:
     """What operators want."""
+    wanted = maximum if desired is None else desired
     record = TargetRecord(
-        scope=KEYS.scope, run=run, min_nodes=minimum, max_nodes=maximum, desired=maximum if desired is None else desired, max_restarts=budget, reason=reason
+        scope=KEYS.scope, run=run, min_nodes=minimum, max_nodes=maximum, desired=wanted, max_restarts=budget, reason=reason
     )
     return Keyed(record, 1, mod)
 
