@@ -1,6 +1,7 @@
 """The same job on this machine under each peer: nodes started, killed and silenced, and everything gone afterwards.
 
-Owns: processes. A node is an agent with all its descendants; losing it is SIGKILL of all of them at once, for a machine takes its workers along.
+Owns: processes. A node is an agent with all its descendants; it is lost by SIGKILL of all of them at once, for a machine takes its workers along, and
+silenced by SIGSTOP: it no longer does or answers anything, and nobody closes its connections.
 Must not: measure; `bench.recovery` does, from what the workers log.
 """
 
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -71,14 +72,6 @@ class Job(ABC):
             command = self._command(index)
             process = subprocess.Popen(command, cwd=_ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         self.agents.append(process)
-
-    def kill(self, agent: int) -> None:
-        """That machine is gone."""
-        _signal(_tree(agent), signal.SIGKILL)
-
-    def silence(self, agent: int) -> None:
-        """That machine no longer does or answers anything, and nobody closes its connections."""
-        _signal(_tree(agent), signal.SIGSTOP)
 
     def running(self) -> bool:
         """Whether any agent is left."""
@@ -172,15 +165,6 @@ class TorchrunTuned(Torchrun):
 PEERS: Final[dict[str, type[Job]]] = {job.peer: job for job in (Elasticd, TorchrunTuned, TorchrunEtcdV3, Torchrun)}
 
 
-def agent_of(job: Job, worker: Worker) -> int:
-    """The pid of the agent that started a worker.
-
-    Raises:
-        ValueError: none of the job's did.
-    """
-    return next(agent.pid for agent in job.agents if agent.pid == worker.parent)
-
-
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies, so that `end_all` finds it: torchrun leaves workers behind."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -193,7 +177,7 @@ def end_all(spare: Collection[int], agents: Collection[subprocess.Popen[bytes]] 
         left = [process for process in psutil.Process().children(recursive=True) if process.pid not in spare]
         if not left:
             return
-        _signal(left, signal.SIGKILL)
+        send(left, signal.SIGKILL)
         for agent in agents:
             agent.poll()
         for pid in {process.pid for process in left} - {agent.pid for agent in agents}:
@@ -203,13 +187,20 @@ def end_all(spare: Collection[int], agents: Collection[subprocess.Popen[bytes]] 
     raise RuntimeError(f"processes outlive SIGKILL: {left}")
 
 
-def _tree(pid: int) -> list[psutil.Process]:
-    """A process, then all its descendants."""
-    root = psutil.Process(pid)
-    return [root, *root.children(recursive=True)]
+def node_of(job: Job, worker: Worker) -> list[psutil.Process]:
+    """The processes of a worker's node: its agent first, then all that descend from it. Takes tens of milliseconds, so look before you time.
+
+    Raises:
+        ValueError: no agent of the job started it.
+    """
+    if worker.parent not in {agent.pid for agent in job.agents}:
+        raise ValueError(f"worker {worker.pid} was started by {worker.parent}, which is no agent of {job.peer}")
+    agent = psutil.Process(worker.parent)
+    return [agent, *agent.children(recursive=True)]
 
 
-def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Signal those that are still there."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)

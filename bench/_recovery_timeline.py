@@ -7,7 +7,8 @@ that the phases add up to the total exactly.
 
 =============  ==============================================================================================================================
 event          what was done to the job, by the bench's clock, which is that of the logs
-sign           an agent knows: a worker failed, a peer is dead, a proposal or a stop is decided; `form`, `node_join`: the newcomers are registered
+sign           an agent knows: a worker failed, a peer is dead, a proposal or a stop is decided; `form`, `node_join`: the newcomers are registered,
+               by their own log or, if that is sooner, by the proposal that counts them in
 told           every surviving node knows that its workers are to end (its `directive`, or its own `worker_failed`)
 stopped        the last `workers_stopped`
 formed         the last `generation_formed` of the generation that the new workers belong to
@@ -184,13 +185,13 @@ def _generation_of(logs: Mapping[str, Lines], pids: Collection[int]) -> int:
 
 
 def _sign(event: str, recent: Mapping[str, Lines]) -> float:
+    proposed = [_at(line) for line in _named(recent, "decision") if line["text"].startswith("proposing")]
     if event in STARTS_AGENTS:
-        return max((_at(line) for line in _named(recent, "registered")), default=0.0)
-    return min((_at(line) for lines in recent.values() for line in lines if _ends_workers(line) or _tells(line)), default=0.0)
-
-
-def _tells(line: Mapping[str, Any]) -> bool:
-    return bool(line["event"] == "peer_dead" or (line["event"] == "decision" and line["text"].startswith("proposing")))
+        # A member is seen by the coordinator before it has found its own place and says so; where a smaller world formed first, the last proposal counts.
+        registered = max((_at(line) for line in _named(recent, "registered")), default=0.0)
+        return min([registered, *proposed[-1:]])
+    noticed = [_at(line) for lines in recent.values() for line in lines if line["event"] == "peer_dead" or _ends_workers(line)]
+    return min([*noticed, *proposed], default=0.0)
 
 
 def _ends_workers(line: Mapping[str, Any]) -> bool:

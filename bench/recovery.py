@@ -46,7 +46,7 @@ from typing import Final, NoReturn
 import psutil
 
 from bench._common import Row, command, paired_ratio, print_table, progress, write_json
-from bench._recovery_jobs import PEERS, Job, adopt_orphans, agent_of, end_all, job_of
+from bench._recovery_jobs import PEERS, Job, adopt_orphans, end_all, job_of, node_of, send
 from bench._recovery_timeline import EVENTS, Phases, Worker, last, phases, read_workers, stepping, without_startup
 from elasticd.kv.embedded import EmbeddedEtcd
 
@@ -148,13 +148,14 @@ def measure(job: Job, event: str, bound: float) -> Outcome:
 def _do(job: Job, event: str, formed: Sequence[Worker]) -> tuple[float, int]:
     """Do it; the time just before, and the size of the world that is to come of it."""
     first, second = sorted(formed, key=lambda worker: worker.rank)
-    agent = agent_of(job, first if event == "rank0_node_loss" else second)
+    worker = psutil.Process(second.pid)
+    node = node_of(job, first if event == "rank0_node_loss" else second)
     deeds: dict[str, tuple[Callable[[], None], int]] = {
-        "worker_kill": (lambda: psutil.Process(second.pid).kill(), 2),
+        "worker_kill": (lambda: send([worker], signal.SIGKILL), 2),
         "node_join": (job.start, 3),
-        "node_kill": (lambda: job.kill(agent), 1),
-        "rank0_node_loss": (lambda: job.kill(agent), 1),
-        "silent_node": (lambda: job.silence(agent), 1),
+        "node_kill": (lambda: send(node, signal.SIGKILL), 1),
+        "rank0_node_loss": (lambda: send(node, signal.SIGKILL), 1),
+        "silent_node": (lambda: send(node, signal.SIGSTOP), 1),
     }
     deed, world = deeds[event]
     at = time.time()

@@ -171,15 +171,18 @@ def test_a_port_that_refuses_from_the_start_is_death(watcher: Watcher) -> None:
 
 def test_one_refusal_is_not_death(watcher: Watcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two calls the agent is there again."""
-    monkeypatch.setattr(peers, "RETRY_AFTER", 0.5)
+    monkeypatch.setattr(peers, "RETRY_AFTER", 1.0)
     with bind("127.0.0.1") as sock:
         port = sock.getsockname()[1]
     watcher.monitor.ask([at(port)])
     await_(lambda: watcher.monitor._peers and watcher.monitor._peers[HER].refused == 1, what="the first refusal")
-    with helper(port):
-        await_(watcher.hears, what="an answer")
-        assert watcher.monitor._peers[HER].refused == 0
-        assert not watcher.deaths
+    her = PeerMonitor(bind("127.0.0.1", port), lambda _identity: None)
+    her.start()
+    her.answer_as(HER, 3)
+    await_(watcher.hears, what="an answer")
+    assert watcher.monitor._peers[HER].refused == 0
+    assert not watcher.deaths
+    her.close()
 
 
 def test_another_agent_at_the_same_port_is_death(watcher: Watcher) -> None:
