@@ -307,7 +307,10 @@ def _plan_running(view: View, target: TargetRecord, what: Fate, now: float, memo
 def _plan_failed(
     view: View, target: TargetRecord, what: Fate, marks: Mapping[str, int], now: float, memory: Memory, timing: Timing
 ) -> Decision:
-    """A worker failed. Before that ends the job, a dead node of which it may be the echo has one TTL to turn out as a loss."""
+    """A worker failed. Before that ends the job, a dead node of which it may be the echo has one TTL to turn out as a loss.
+
+    Usually the echo of a failure soon reaches the other nodes' workers too, and when nobody is left running nothing is waited for.
+    """
     first = min(what.failed, key=lambda keyed: keyed.mod_revision)
     detail = first.record.outcome.detail if first.record.outcome else ""
     if view.restarts_used >= target.max_restarts:
@@ -346,7 +349,7 @@ def _plan_stop(view: View, target: TargetRecord, now: float, memory: Memory, tim
         return End(state=GenerationState.STOPPED, reason=reason, drained=not what.running and not what.lost)
     if not view.pending:
         return Propose(
-            number=_fresh(view), mode=Mode.AGREED_STOP, members=(), cause=Cause(kind=CauseKind.SCALE, detail=reason), not_ready={}
+            number=_fresh(view), mode=Mode.AGREED_STOP, members=(), cause=Cause(kind=CauseKind.STOP, detail=reason), not_ready={}
         )
     due = memory.proposal_seen_at + timing.drain_timeout
     if now >= due:

@@ -113,6 +113,7 @@ class CauseKind(StrEnum):
     WORKER_STOPPED = "worker_stopped"
     LEAVE = "leave"
     SCALE = "scale"
+    STOP = "stop"  # an operator's word
 
 
 class Cause(Part):

@@ -46,6 +46,10 @@ def _short(text: str) -> str:
     return text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 1] + "…"
 
 
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def create_target(keys: JobKeys, target: TargetRecord) -> Txn:
     """Write the job's size, unless somebody has."""
     return Txn((Compare(key=keys.target, target=Target.CREATE, op="==", value=0),), (Put(key=keys.target, value=target.to_bytes()),))
@@ -138,7 +142,7 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
         number=record.number,
         at=at,
         what="formed",
-        detail=_short(f"{len(record.members)} nodes, {record.world_size} workers: {record.cause}"),
+        detail=_short(f"{_count(len(record.members), 'node')}, {_count(record.world_size, 'worker')}: {record.cause}"),
     )
     return Txn(
         compares, (Put(key=keys.generation, value=record.to_bytes()), Put(key=keys.event(event.number, event.what), value=event.to_bytes()))

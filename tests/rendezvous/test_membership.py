@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elasticd.rendezvous.membership import (
+    ECHO_WAIT,
     Activate,
     Decision,
     End,
@@ -232,14 +233,14 @@ def test_a_used_up_budget_ends_the_job_as_failed_and_says_why() -> None:
 
 
 def test_the_echo_of_a_node_loss_does_not_end_a_job_whose_budget_is_used_up() -> None:
-    """b's node died; a's worker notices first, and its agent reports the failure before b's lease has ended."""
+    """b's node died; a's worker notices first, and its agent reports the failure before b's death is known."""
     running = view(member("a", 10), member("b", 11), generation=generation(1, "ab"), target=target(budget=0))
     echo = view(member("a", 10, failed=1), member("b", 11), generation=generation(1, "ab"), target=target(budget=0))
     memory = observe(Memory(), running, echo, NOW, TIMING)
-    assert waits(echo, memory).until == NOW + TIMING.ttl
+    assert waits(echo, memory).until == NOW + ECHO_WAIT
     lost = view(member("a", 10, failed=1), generation=generation(1, "ab"), target=target(budget=0))
-    assert (proposed(lost, observe(memory, echo, lost, NOW + 5, TIMING), NOW + 5).charge) == 0
-    ending = decide(echo, memory, NOW + TIMING.ttl)
+    assert (proposed(lost, observe(memory, echo, lost, NOW + 0.5, TIMING), NOW + 0.5).charge) == 0
+    ending = decide(echo, memory, NOW + ECHO_WAIT)
     assert isinstance(ending, End)
     assert (ending.state, ending.drained) == (GenerationState.FAILED, False)
 
@@ -463,7 +464,7 @@ def test_an_operators_stop_asks_everybody_to_stop_and_then_closes() -> None:
     stop = target(run=False, reason="maintenance")
     running = view(member("a", 10), member("b", 11), generation=generation(1, "ab"), target=stop)
     decision = proposed(running)
-    assert (decision.number, decision.mode, decision.members) == (2, Mode.AGREED_STOP, ())
+    assert (decision.number, decision.mode, decision.members, decision.cause.kind) == (2, Mode.AGREED_STOP, (), CauseKind.STOP)
     half = view(member("a", 10, stopped=1), member("b", 11), generation=generation(1, "ab"), target=stop, proposal=proposal(2, ""))
     assert waits(half, JUST_SEEN).until == NOW + TIMING.drain_timeout
     stopped = view(member("a", 10, stopped=1), member("b", 11, stopped=1), generation=generation(1, "ab"), target=stop, proposal=proposal(2, ""))
