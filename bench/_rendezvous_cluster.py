@@ -5,6 +5,7 @@ Owns: processes, and what they say. Must not: decide what is a result.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -25,7 +26,7 @@ from elasticd.kv import EmbeddedEtcd, EtcdKV, KVConfig, Put, WatchBatch, WatchRa
 from elasticd.rendezvous.records import GenerationRecord, TargetRecord, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 START_WITHIN = 60.0
@@ -44,10 +45,9 @@ class Usage:
         at: seconds on the monotonic clock.
         requests, keepalives: attempts; an opened watch stream counts as one request.
         bytes: of messages, both ways, without gRPC's and HTTP/2's own.
-        operations: requests by what they were.
         writes: transactions that changed the store: etcd's revision.
         etcd_cpu, members_cpu: seconds of processor time.
-        threads, files, resident: held by all client processes.
+        threads, files: held by all client processes.
     """
 
     at: float
@@ -55,13 +55,11 @@ class Usage:
     keepalives: int
     bytes: int
     failures: int
-    operations: dict[str, int]
     writes: int
     etcd_cpu: float
     members_cpu: float
     threads: int
     files: int
-    resident: int
 
 
 @dataclass(slots=True)
@@ -139,10 +137,19 @@ class Cluster:
     def add_all(self, processes: int) -> list[Worker]:
         """Start the processes for all `size` members, and wait until they could begin."""
         bounds = [self.size * part // processes for part in range(processes + 1)]
-        workers = [self.add(first, after - first) for first, after in zip(bounds, bounds[1:], strict=False) if after > first]
+        workers = [self.add(first, after - first) for first, after in itertools.pairwise(bounds) if after > first]
         for worker in workers:
-            self.wait(lambda worker=worker: worker.ready, START_WITHIN, "client processes start")  # type: ignore[misc]
+            self.await_ready(worker)
         return workers
+
+    def await_ready(self, worker: Worker) -> None:
+        """Wait until it could begin."""
+        self.wait(lambda: worker.ready, START_WITHIN, "the start of a client process")
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The client processes that live."""
+        return tuple(self._workers)
 
     def go(self, *workers: Worker) -> float:
         """Let them begin; when that was, on the monotonic clock."""
@@ -245,20 +252,10 @@ class Cluster:
         target = TargetRecord(scope=keys.scope, min_nodes=min_nodes, max_nodes=self.size + 1, desired=desired)
         self._kv.txn((), (Put(key=keys.target, value=target.to_bytes()),))
 
-    def usage(self) -> Usage:
-        """What the members have used so far, killed ones not counted."""
-        with self._changed:
-            for worker in self._workers:
-                worker.stats = None
-        for worker in self._workers:
-            self._tell(worker, "stats")
-        self.wait(lambda: all(worker.stats for worker in self._workers), 60.0, "the members' counters")
-        said = [worker.stats for worker in self._workers if worker.stats]
+    def usage(self, workers: Sequence[Worker] | None = None) -> Usage:
+        """What the members of `workers`, else of all, have used so far."""
+        said = self._ask(self._workers if workers is None else workers)
         stats = [one["stats"] for one in said]
-        operations: dict[str, int] = {}
-        for one in stats:
-            for name, count in one["by_operation"].items():
-                operations[name] = operations.get(name, 0) + count
         cpu = psutil.Process(self._etcd.pid).cpu_times()
         return Usage(
             at=math.fsum(one["at"] for one in said) / len(said),
@@ -266,23 +263,30 @@ class Cluster:
             keepalives=sum(one["keepalives"] for one in stats),
             bytes=sum(one["bytes_sent"] + one["bytes_received"] for one in stats),
             failures=sum(one["failures"] for one in stats),
-            operations=operations,
             writes=self._kv.list(self._order.keys.prefix, keys_only=True, limit=1).revision,
             etcd_cpu=cpu.user + cpu.system,
             members_cpu=math.fsum(one["cpu"] for one in said),
             threads=sum(one["threads"] for one in said),
             files=sum(one["files"] for one in said),
-            resident=sum(one["resident"] for one in said),
         )
+
+    def cpu(self, worker: Worker) -> tuple[float, float]:
+        """Seconds of processor time that a client process has used, and when; etcd is not asked."""
+        said = self._ask([worker])[0]
+        return float(said["cpu"]), float(said["at"])
 
     def kill_etcd(self) -> None:
         """SIGKILL it."""
         psutil.Process(self._etcd.pid).kill()
 
-    def restart_etcd(self) -> None:
-        """Start it again over the same data, on the same port."""
-        port = int(self._etcd.endpoint.rpartition(":")[2])
-        self._etcd = EmbeddedEtcd(self._path / "etcd", port=port)
+    def _ask(self, workers: Sequence[Worker]) -> list[dict[str, Any]]:
+        with self._changed:
+            for worker in workers:
+                worker.stats = None
+        for worker in workers:
+            self._tell(worker, "stats")
+        self.wait(lambda: all(worker.stats for worker in workers), 60.0, "the members' counters")
+        return [worker.stats for worker in workers if worker.stats]
 
     def _state(self) -> str:
         told = {number: f"{len(times)} of {self.heard.sizes[number]}" for number, times in self.heard.assigned.items()}

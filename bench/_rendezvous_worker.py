@@ -32,6 +32,9 @@ from elasticd.rendezvous.membership import Leave, Stop, Timing
 CALL_TIMEOUT = 10.0
 """Seconds for one attempt: hundreds of members that share a core with etcd are slower than one on a machine of its own."""
 
+STARTING = 4
+"""Members that register at the same time in one process: more would only queue for its interpreter."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
@@ -83,7 +86,7 @@ class Order:
 
 
 class _Fleet:
-    """The members of this process. It says, for each:
+    """The members of this process, which say what happens to them.
 
     {"registered": node, "at": t}; {"assigned": node, "number": n, "nodes": members in it, "at": t}; {"error": text}.
     """
@@ -92,6 +95,7 @@ class _Fleet:
         self._order = order
         self._lock = threading.Lock()
         self._members: list[Member] = []
+        self._starting = threading.Semaphore(STARTING)
 
     def go(self) -> None:
         """Start every member."""
@@ -111,11 +115,12 @@ class _Fleet:
 
     def _live(self, index: int) -> None:
         try:
-            member = self._order.member(index)
-            member.connect()
-            with self._lock:
-                self._members.append(member)
-            member.start()
+            with self._starting:
+                member = self._order.member(index)
+                member.connect()
+                with self._lock:
+                    self._members.append(member)
+                member.start()
             self.say(registered=member.id.node, at=time.monotonic())
             self._train(member)
         except Exception as error:
@@ -157,9 +162,8 @@ def _total(stats: list[KVStats]) -> dict[str, Any]:
 
 
 def _held() -> dict[str, int]:
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     tasks = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - a count of names
-    return {"threads": tasks, "files": len(os.listdir("/proc/self/fd")), "resident": resident}  # noqa: PTH208 - as above
+    return {"threads": tasks, "files": len(os.listdir("/proc/self/fd"))}  # noqa: PTH208 - as above
 
 
 def main() -> None:

@@ -30,9 +30,7 @@ def line(at: float, event: str, **more: Any) -> dict[str, Any]:
 
 def worker(rank: int, *marks: float, world: int = 2, pid: int = 0) -> Worker:
     names = ("process", "imported", "group", "ddp", "step")
-    return Worker(
-        pid=pid or 100 + rank, parent=1, rank=rank, world=world, marks={name: EVENT + at for name, at in zip(names, marks, strict=False)}
-    )
+    return Worker(pid=pid or 100 + rank, parent=1, rank=rank, world=world, marks={name: EVENT + at for name, at in zip(names, marks, strict=False)})
 
 
 # A worker of b dies; a is told by a proposal; b's new worker imports torch last, and a's steps last.
@@ -237,6 +235,6 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         bench.send_signal(signal.SIGINT)
         assert bench.wait(timeout=20) == 130
     finally:
-        bench.kill()
+        bench.terminate()
         bench.communicate()
     assert not left_behind(kept)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from elasticd.rendezvous.membership import (
-    ECHO_WAIT,
     Activate,
     Decision,
     End,
@@ -237,10 +236,10 @@ def test_the_echo_of_a_node_loss_does_not_end_a_job_whose_budget_is_used_up() ->
     running = view(member("a", 10), member("b", 11), generation=generation(1, "ab"), target=target(budget=0))
     echo = view(member("a", 10, failed=1), member("b", 11), generation=generation(1, "ab"), target=target(budget=0))
     memory = observe(Memory(), running, echo, NOW, TIMING)
-    assert waits(echo, memory).until == NOW + ECHO_WAIT
+    assert waits(echo, memory).until == NOW + TIMING.ttl
     lost = view(member("a", 10, failed=1), generation=generation(1, "ab"), target=target(budget=0))
     assert (proposed(lost, observe(memory, echo, lost, NOW + 0.5, TIMING), NOW + 0.5).charge) == 0
-    ending = decide(echo, memory, NOW + ECHO_WAIT)
+    ending = decide(echo, memory, NOW + TIMING.ttl)
     assert isinstance(ending, End)
     assert (ending.state, ending.drained) == (GenerationState.FAILED, False)
 
