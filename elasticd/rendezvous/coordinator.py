@@ -43,14 +43,11 @@ class Coordinator:
         self._timing = timing
         self._send = send
         self._memory = Memory()
+        self._seen = View(revision=0)
         self._undone: Decision | None = None
         self._undone_since = 0.0
         self._said = ""
         self.why = ""
-
-    def note(self, before: View, after: View) -> None:
-        """Remember what changed."""
-        self._memory = observe(self._memory, before, after, time.monotonic(), self._timing)
 
     def believe_no_loss_for_a_while(self) -> None:
         """After an outage many leases lapse at once: give their owners one TTL to come back (PROTOCOL 4)."""
@@ -66,7 +63,9 @@ class Coordinator:
             When to turn again even if nothing happens, on the monotonic clock.
         """
         if not sight.whole:
-            return float("inf")
+            return float("inf")  # what is not seen whole is not remembered either: it would look like the end of everybody
+        self._memory = observe(self._memory, self._seen, sight.view, time.monotonic(), self._timing)
+        self._seen = sight.view
         if sight.view.revision < written:
             return self._await_own_write(sight)
         if sight.coordinator and self._repair(sight.view):
@@ -124,7 +123,12 @@ class Coordinator:
             log.info("decision", text=self.why)
 
     def _repair(self, view: View) -> bool:
-        """Put right what somebody wrote over or removed: the last good value is this member's to restore. Whether anything was wrong."""
+        """Put right what somebody wrote over or removed: the last good value is this member's to restore. Whether anything was wrong.
+
+        Not after the end: a write to `target` is how an operator opens a job again.
+        """
+        if view.over:
+            return False
         records: list[tuple[str, Keyed[Record] | None]] = [
             (self._keys.generation, view.generation),
             (self._keys.proposal, view.proposal),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import ElasticdError, RefusedError, WaitTimeoutError
-from elasticd.rendezvous.membership import Directive, Local, Stay
+from elasticd.rendezvous.membership import Directive, Leave, Local, Stay, Stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -106,7 +106,7 @@ class Desk:
             raise RefusedError(f"job {self._job!r} has ended ({self._over.state.value}: {self._over.reason})")
 
     def _take_back(self, assignment: Assignment) -> None:
-        """An assignment that came too late, as after a pause: as if it had never been handed out."""
+        """An assignment that came too late, as after a pause, or was never taken: as if it had never been handed out."""
         self._running = None
         self._returned = assignment.store_socket
         self._wake_loop()
@@ -200,10 +200,21 @@ class Desk:
             if directive == self._directive:
                 return False
             self._directive = directive
+            if isinstance(directive, Stop | Leave) and self._assignment is not None:
+                withdrawn, self._assignment = self._assignment, None  # nobody took it yet, so nothing older than the order starts (PROTOCOL 11)
+                self._take_back(withdrawn)
             self._changed.notify_all()
-        with suppress(BlockingIOError, OSError):  # full of unread wake-ups: it is awake
+        with suppress(OSError):  # full of unread wake-ups: it is awake; or closed
             os.write(self._wake_write, b"w")
         return True
+
+    def close(self) -> None:
+        """No more wake-ups."""
+        with self._changed:
+            for fd in (self._wake_read, self._wake_write):
+                if fd >= 0:
+                    os.close(fd)
+            self._wake_read = self._wake_write = -1
 
     def offer(self, assignment: Assignment) -> bool:
         """Hand out a generation. False if one runs already, or this member is leaving."""

@@ -188,7 +188,7 @@ class Member:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
-        for part in (self._sight, self._own, self._peers, self._kv, self._lock):
+        for part in (self._sight, self._own, self._peers, self._kv, self._lock, self._desk):
             if part is not None:
                 part.close()
         self._peers = self._kv = self._lock = None
@@ -273,6 +273,7 @@ class Member:
                     log.exception("etcd_client_closed")
                 return
             except LeaseLostError:
+                self._mine.lease_is_gone()
                 self._wake.set()
             except KVError as error:
                 self._outage(error)
@@ -302,7 +303,7 @@ class Member:
             return
         if self._outage_since is not None:
             self._outage_over()
-        if sight.predecessor_gone:
+        if sight.place_changed:
             sight.find_place()
         elif sight.stale:
             sight.load()
@@ -316,7 +317,6 @@ class Member:
         view = self._seen.view
         if view is self._view:
             return
-        self._coordinator.note(self._view, view)
         for key in view.problems.keys() - self._view.problems.keys():
             log.error("garbage_in_etcd", key=key, problem=view.problems[key])
         self._view = view
@@ -403,7 +403,9 @@ class Member:
             return
         frozen = now - self._mine.lease.last_renewed
         silent = self._peers.silent(running)
-        if frozen > self._timing.frozen_max:
+        # As the generation says: those who wait for our workers to have stopped go by it too.
+        longest = self._view.active.frozen_max if self._view.active else self._timing.frozen_max
+        if frozen > longest:
             self._direct(Stop(number=running, mode=Mode.KILL, why=f"without etcd for {frozen:.0f} s"))
         elif frozen > self._timing.ttl and silent:
             names = ", ".join(identity.node for identity in silent)
@@ -419,7 +421,9 @@ class Member:
         """Etcd answers, and the own key or its lease is gone: go on as before if nothing happened meanwhile, else start anew (PROTOCOL 4)."""
         sight, mine = self._seen, self._mine
         sight.load()
-        if mine.held:
+        if mine.mine:
+            self._desk.mark_dirty()
+            mine.write()  # binds it to the lease, if it was not
             self._wake.set()
             return
         self._coordinator.believe_no_loss_for_a_while()

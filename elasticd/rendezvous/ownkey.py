@@ -15,7 +15,7 @@ from elasticd.errors import RefusedError
 from elasticd.rendezvous import transitions
 from elasticd.rendezvous.nodelock import boot_id
 from elasticd.rendezvous.peers import bind
-from elasticd.rendezvous.records import MemberId, MemberRecord
+from elasticd.rendezvous.records import MemberId, MemberRecord, Result
 
 if TYPE_CHECKING:
     import socket
@@ -64,6 +64,7 @@ class OwnKey:
         self._may_renew = may_renew
         self._wake = wake
         self._socket: socket.socket | None = None
+        self._lease_gone = False
         self.lease: Lease | None = None
         self.me = MemberId(node=config.node, incarnation=secrets.token_hex(8))
 
@@ -71,7 +72,21 @@ class OwnKey:
     def held(self) -> bool:
         """Whether the key, as last seen, is there, ours, and under a lease that lives."""
         own = self._sight.own
-        return bool(self.lease and not self.lease.lost and own and own.record.id == self.me and own.lease == self.lease.id)
+        return self.mine and self.lease is not None and own is not None and own.lease == self.lease.id
+
+    @property
+    def mine(self) -> bool:
+        """Whether the key is there and ours, and our lease lives, if perhaps not bound to it: somebody wrote the record back by hand."""
+        own = self._sight.own
+        return bool(self._lease_lives and own and own.record.id == self.me)
+
+    @property
+    def _lease_lives(self) -> bool:
+        return self.lease is not None and not self.lease.lost and not self._lease_gone
+
+    def lease_is_gone(self) -> None:
+        """A write under the lease was refused: it is gone before the next keepalive could tell."""
+        self._lease_gone = True
 
     def take_first(self) -> None:
         """Create the key; a dead predecessor's on this boot is taken away (the node lock proves it dead), any other is waited for.
@@ -113,9 +128,12 @@ class OwnKey:
         return True
 
     def take_up_again(self) -> bool:
-        """Re-create the key if the generation that runs here is still the active one and nothing is pending (PROTOCOL 4, exception)."""
-        view = self._sight.view
-        if view.generation is None or view.active is None or view.pending or self._desk.running != view.number or self.me not in view.active.ids:
+        """Re-create the key if the generation that runs or has finished here is still the active one and nothing is pending (PROTOCOL 4)."""
+        view, outcome = self._sight.view, self._desk.own().outcome
+        if view.generation is None or view.active is None or view.pending or self.me not in view.active.ids:
+            return False
+        finished = outcome is not None and outcome.generation == view.number and outcome.result is Result.FINISHED
+        if self._desk.running != view.number and not finished:
             return False
         self._fresh_lease()
         assert self.lease is not None  # just made
@@ -167,11 +185,12 @@ class OwnKey:
             self._socket.close()
 
     def _fresh_lease(self) -> None:
+        if self._lease_lives:
+            return
         if self.lease is not None:
-            if not self.lease.lost:
-                return
             self.lease.stop()
         self.lease = self._kv.lease(self._config.timing.ttl)
+        self._lease_gone = False
         self.lease.start(self._may_renew, self._wake)
 
     def _record(self) -> MemberRecord:

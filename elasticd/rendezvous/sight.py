@@ -3,8 +3,8 @@
 Owns: the ledger and the watch that feeds it. Must not: write to etcd, or decide.
 
 A member's place decides how much it looks at (PROTOCOL 8). The coordinator, the member with the lowest create revision, watches everything.
-The others watch five keys, whatever the size of the job: the generation, the proposal, the target, their own key, and that of the member before
-them, whose end may make them the coordinator. The deputy, second in the order, lists everything now and then as well.
+The others watch six keys, whatever the size of the job: the generation, the proposal, the target, their own key, and those of the two members
+before them, whose end may make them the coordinator or its deputy. The deputy, second in the order, lists everything now and then as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from elasticd.kv import EventKind, KeyValue, WatchBatch, WatchEvent, WatchRange
+from elasticd.kv import EventKind, KeyValue, Listing, WatchBatch, WatchEvent, WatchRange
 from elasticd.rendezvous.view import Keyed, Ledger, View
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ class Sight:
         self._ledger = Ledger(keys)
         self._batches: deque[WatchBatch] = deque()
         self._watch: Watch | None = None
-        self._predecessor: str | None = None
+        self._before: tuple[KeyValue, ...] = ()
+        self._placed = False
         self._listed_revision = 0
         self.coordinator = False
         self.deputy = False
@@ -74,49 +75,62 @@ class Sight:
         return time.monotonic() - self.looked_at >= LOOK_EVERY
 
     @property
-    def predecessor_gone(self) -> bool:
-        """Whether the member before this one has gone, so that its place may have changed."""
-        return self._predecessor is not None and not any(self._keys.member(node) == self._predecessor for node in self.view.members)
+    def place_changed(self) -> bool:
+        """Whether this member's place is unknown, or one of the two members before it has gone, even if its name is back."""
+        return not self._placed or any(self._ledger.create_revision(one.key) != one.create_revision for one in self._before)
 
     def take_in(self) -> None:
         """Apply what the watch brought."""
         while self._batches:
             self._ledger.apply(self._batches.popleft())
 
-    def load(self) -> int:
-        """Read what this member's place needs; the revision it was read at."""
-        if self.coordinator or self.deputy:
-            listing = self._kv.list(self._keys.prefix)
-            self._listed_revision = listing.revision
-        else:
-            listing = self._kv.get_many(self._narrow_keys())
-        self._ledger.load(listing)
-        self.looked_at = time.monotonic()
-        return listing.revision
+    def load(self) -> None:
+        """Read what this member's place needs."""
+        self._take(self._read(whole=self.coordinator or self.deputy, before=self._before), whole=self.coordinator or self.deputy)
 
     def forget(self) -> None:
         """Start anew, as somebody else: nothing seen so far counts (PROTOCOL 4)."""
         self._ledger = Ledger(self._keys)
-        self._predecessor = None
-        self.coordinator = self.deputy = False
+        self._before = ()
+        self._placed = self.coordinator = self.deputy = False
         self.load()
 
     def find_place(self) -> None:
-        """Find out whether this member coordinates, and watch what its place needs."""
+        """Find out whether this member coordinates, and watch what its place needs. Changes nothing if etcd does not answer all of it."""
         own = self._kv.get(self._own_key)
         if own is None:
             return  # the next round finds the key gone
-        before = self._kv.list(self._keys.members, created_before=own.create_revision, newest_first=True, limit=2, keys_only=True).items
-        if not before and not self.coordinator:
-            log.info("coordinating")
-        self.coordinator = not before
-        self.deputy = len(before) == 1
-        self._predecessor = before[0].key if before else None
-        revision = self.load()
+        before = self._members_before(own.create_revision)
+        coordinator, deputy = not before, len(before) == 1
+        whole = coordinator or deputy
+        listing = self._read(whole=whole, before=before)
+        ranges = [WatchRange(key=self._keys.prefix, prefix=True)] if coordinator else [WatchRange(key=key) for key in self._narrow_keys(before)]
         if self._watch:
             self._watch.close()
         self._batches.clear()
-        self._watch = self._kv.watch(self._ranges(), revision + 1, self._on_batch)
+        self._watch = self._kv.watch(ranges, listing.revision + 1, self._on_batch)
+        if coordinator and not self.coordinator:
+            log.info("coordinating")
+        self.coordinator, self.deputy, self._before, self._placed = coordinator, deputy, before, True
+        self._take(listing, whole=whole)
+
+    def _members_before(self, create_revision: int) -> tuple[KeyValue, ...]:
+        """Up to two members that came before, the nearest first. A key without a lease is nobody's: it would stand before us for ever."""
+        for limit in (4, 0):
+            found = self._kv.list(self._keys.members, created_before=create_revision, newest_first=True, limit=limit, keys_only=True).items
+            leased = tuple(item for item in found if item.lease)[:2]
+            if len(leased) == 2 or len(found) < limit:
+                return leased
+        return leased
+
+    def _read(self, *, whole: bool, before: tuple[KeyValue, ...]) -> Listing:
+        return self._kv.list(self._keys.prefix) if whole else self._kv.get_many(self._narrow_keys(before))
+
+    def _take(self, listing: Listing, *, whole: bool) -> None:
+        self._ledger.load(listing)
+        self.looked_at = time.monotonic()
+        if whole:
+            self._listed_revision = listing.revision
 
     def fetch(self, node: str) -> tuple[KeyValue | None, Keyed[MemberRecord] | None]:
         """One member key, read now; the second is None too if it holds garbage."""
@@ -132,14 +146,9 @@ class Sight:
         if self._watch:
             self._watch.close()
 
-    def _narrow_keys(self) -> list[str]:
+    def _narrow_keys(self, before: tuple[KeyValue, ...]) -> list[str]:
         keys = self._keys
-        return [key for key in (keys.generation, keys.proposal, keys.target, self._own_key, self._predecessor) if key]
-
-    def _ranges(self) -> list[WatchRange]:
-        if self.coordinator:
-            return [WatchRange(key=self._keys.prefix, prefix=True)]
-        return [WatchRange(key=key) for key in self._narrow_keys()]
+        return [keys.generation, keys.proposal, keys.target, self._own_key, *(one.key for one in before)]
 
     def _on_batch(self, batch: WatchBatch) -> None:
         self._batches.append(batch)

@@ -127,6 +127,7 @@ class Ledger:
         self._good: dict[str, Keyed[Record]] = {}
         self._problems: dict[str, str] = {}
         self._damaged: dict[str, int] = {}
+        self._created: dict[str, int] = {}
         self._view: View | None = None
 
     def load(self, listing: Listing) -> None:
@@ -158,7 +159,12 @@ class Ledger:
             self._revision = proven
             self._view = None
 
+    def create_revision(self, key: str) -> int:
+        """When `key` was created, whatever it holds; 0 if it is not there."""
+        return self._created.get(key, 0)
+
     def _forget(self, key: str) -> None:
+        self._created.pop(key, None)
         if key in (self._keys.target, self._keys.proposal, self._keys.generation) and key in self._good:
             self._problems[key] = f"{key}: was removed"
             self._damaged[key] = 0
@@ -168,6 +174,7 @@ class Ledger:
         self._damaged.pop(key, None)
 
     def _put(self, item: KeyValue) -> None:
+        self._created[item.key] = item.create_revision
         model = self._model(item.key)
         if model is None:
             self._problems[item.key] = f"{item.key}: not a key of this job's layout"

@@ -283,6 +283,18 @@ def test_a_member_whose_key_went_takes_it_up_again_if_nothing_else_happened(job:
     job.await_training("ab", after=first)
 
 
+def test_when_every_key_goes_at_once_everybody_takes_up_its_own_and_nobody_is_lost(job: Job) -> None:
+    """As when an etcd was out for long; here nobody saw an outage, only the own key gone."""
+    some = job.start("abc")
+    first = job.settled("abc")
+    was = [node.member.id for node in some]
+    job.delete(job.keys.members, prefix=True)
+    await_(lambda: set(job.view().members) == set("abc"), what="all keys")
+    time.sleep(0.5)
+    nobody_stopped(job, first)
+    assert [node.member.id for node in some] == was
+
+
 def test_a_node_name_taken_by_another_boot_is_never_taken_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownkey, "FOREIGN_WAIT", 0.5)
     foreign = MemberRecord(

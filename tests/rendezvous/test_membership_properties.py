@@ -1,7 +1,6 @@
 """What must hold whatever happens: a small job in memory, its agents acting on stale views, driven by random events.
 
-`PretendStore` is no etcd: it keeps records and revisions, evaluates the comparisons of `transitions`, and nothing else. The real etcd is in
-test_member.py; here only the rules are under test, and time is a number.
+The store is a pretended one (`pretend`); the real etcd is in test_member.py. Here only the rules are under test, and time is a number.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from elasticd.kv.types import Compare, KeyValue, Listing, Put, Target
 from elasticd.rendezvous import transitions
 from elasticd.rendezvous.membership import Activate, Leave, Local, Memory, Propose, Report, Start, Stop, Timing, Wait, not_ready_marks, observe, plan, react
 from elasticd.rendezvous.records import BudgetRecord, GenerationRecord, MemberId, MemberRecord, Outcome, ProposalRecord, Result, TargetRecord
-from elasticd.rendezvous.transitions import Txn
 from elasticd.rendezvous.view import Ledger, View
+from tests.rendezvous.pretend import PretendStore
 from tests.rendezvous.world import KEYS
 
 pytestmark = pytest.mark.timeout(120)
@@ -26,43 +24,6 @@ pytestmark = pytest.mark.timeout(120)
 NODES = "abcde"
 TIMING = Timing(settle=1.0, settle_cap=5.0, ready_timeout=15.0, drain_timeout=30.0, ttl=10.0, frozen_max=100.0)
 BUDGET = 3
-
-
-class PretendStore:
-    """Keys with revisions, and transactions over them."""
-
-    def __init__(self) -> None:
-        self.items: dict[str, KeyValue] = {}
-        self.revision = 1
-
-    def listing(self) -> Listing:
-        return Listing(revision=self.revision, items=tuple(self.items.values()))
-
-    def txn(self, txn: Txn) -> bool:
-        if not all(self._holds(compare) for compare in txn.compares):
-            return False
-        self.revision += 1
-        for op in txn.ops:
-            if isinstance(op, Put):
-                self.put(op.key, op.value, bump=False)
-            else:
-                self.items.pop(op.key, None)
-        return True
-
-    def put(self, key: str, value: bytes, *, bump: bool = True) -> None:
-        self.revision += bump
-        known = self.items.get(key)
-        self.items[key] = KeyValue(key=key, value=value, create_revision=known.create_revision if known else self.revision, mod_revision=self.revision)
-
-    def remove(self, key: str) -> None:
-        self.revision += self.items.pop(key, None) is not None
-
-    def _holds(self, compare: Compare) -> bool:
-        if compare.prefix:
-            return all(item.mod_revision < compare.value for item in self.items.values() if item.key.startswith(compare.key))
-        item = self.items.get(compare.key)
-        seen = 0 if item is None else item.create_revision if compare.target is Target.CREATE else item.mod_revision
-        return seen == compare.value
 
 
 @dataclass

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.timeout(60)
 TTL = 2.0
 
 
-@pytest.mark.xfail(reason="sight.predecessor_gone looks at the key's existence alone", strict=True)
 def test_two_members_never_take_each_other_for_the_predecessor(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """a's key lapses and is taken up again before b looks: b sees a key where it expects one, but a is the younger now. Somebody must coordinate."""
     a, b = job.start("ab")
@@ -42,7 +41,6 @@ def test_two_members_never_take_each_other_for_the_predecessor(job: Job, monkeyp
     job.await_training("abc", after=first, within=6)
 
 
-@pytest.mark.xfail(reason="sight.find_place is half done when its load fails", strict=True)
 def test_a_member_that_becomes_coordinator_during_a_hiccup_of_etcd_sees_everybody(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """a and b go, and c's first listing as coordinator fails: c must not go on with the five keys it knew, for then d looks lost."""
     a, b, c, _d = job.start("abcd")
@@ -64,7 +62,6 @@ def test_a_member_that_becomes_coordinator_during_a_hiccup_of_etcd_sees_everybod
     assert [identity.node for identity in c.worlds[-1].ids] == ["c", "d"]
 
 
-@pytest.mark.xfail(reason="member._note shows the coordinator's memory a view of five keys", strict=True)
 def test_a_member_that_sees_little_does_not_believe_a_generation_orphaned(make_job: MakeJob) -> None:
     """c watches only b's key and its own. Counting from here, its hold would be long over when a is cut off and b dies (PROTOCOL 15)."""
     job = make_job(nodes=(1, 1, 1))
@@ -76,7 +73,6 @@ def test_a_member_that_sees_little_does_not_believe_a_generation_orphaned(make_j
     assert c.member._coordinator._memory.orphaned_since is None
 
 
-@pytest.mark.xfail(reason="ownkey.take_up_again wants running workers", strict=True)
 def test_a_member_that_has_finished_takes_its_key_up_again_too(job: Job) -> None:
     """Same process, same generation, no proposal: the exception of PROTOCOL 4. Else a job that is all but done starts again."""
     a, b = job.start("ab")
@@ -93,7 +89,6 @@ def test_a_member_that_has_finished_takes_its_key_up_again_too(job: Job) -> None
     assert await_(lambda: b.member.ended, what="the end").state is GenerationState.SUCCEEDED
 
 
-@pytest.mark.xfail(reason="member._recover takes its own key for somebody else's", strict=True)
 def test_a_key_written_back_without_its_lease_is_bound_again_and_nobody_stops(job: Job) -> None:
     """As by an operator who edits a record, or restores a key."""
     a, b = job.start("ab")
@@ -104,7 +99,6 @@ def test_a_key_written_back_without_its_lease_is_bound_again_and_nobody_stops(jo
     assert (a.running, b.running, b.stops) == (number, number, [])
 
 
-@pytest.mark.xfail(reason="member._run turns at once on LeaseLostError, and ownkey._fresh_lease keeps the dead lease", strict=True)
 def test_a_lease_that_is_gone_before_it_is_known_to_be_does_not_make_the_loop_spin(job: Job) -> None:
     """Between the revocation and the next keepalive every write under it fails."""
     (a,) = job.start("a")
@@ -118,7 +112,6 @@ def test_a_lease_that_is_gone_before_it_is_known_to_be_does_not_make_the_loop_sp
     assert kv.stats.requests - before < 30
 
 
-@pytest.mark.xfail(reason="sight.find_place counts keys without a lease", strict=True)
 def test_a_stray_key_older_than_every_member_does_not_keep_them_from_coordinating(job: Job) -> None:
     """Nobody serves it, and it has no lease to lose."""
     job.put(job.keys.member("ghost"), b"\x00garbage")
@@ -135,7 +128,6 @@ def test_a_deleted_target_does_not_stop_the_job_from_losing_a_node(job: Job) -> 
     assert a.running
 
 
-@pytest.mark.xfail(reason="coordinator._repair puts the target right after the end", strict=True)
 def test_garbage_in_the_target_of_an_ended_job_does_not_open_it_again(job: Job) -> None:
     """Its repair is a write later than the end, and that is how operators reopen a job."""
     (a,) = job.start("a")
@@ -148,7 +140,6 @@ def test_garbage_in_the_target_of_an_ended_job_does_not_open_it_again(job: Job) 
     assert seen.over or seen.target is None
 
 
-@pytest.mark.xfail(reason="member._outage goes by the own configuration", strict=True)
 def test_how_long_workers_may_be_frozen_is_what_the_generation_says(make_job: MakeJob, server: Server) -> None:
     """The hold of PROTOCOL 15 goes by the record; a node that is configured otherwise must too."""
     job = make_job(nodes=(1, 1, 1), timing={"frozen_max": 600.0})
@@ -163,7 +154,6 @@ def test_how_long_workers_may_be_frozen_is_what_the_generation_says(make_job: Ma
     assert a.stops[0].mode is Mode.KILL
 
 
-@pytest.mark.xfail(reason="desk.direct leaves an untaken assignment standing", strict=True)
 def test_an_assignment_that_nobody_took_is_withdrawn_when_a_newer_proposal_is_seen(job: Job) -> None:
     """On seeing proposal n a member starts nothing older (PROTOCOL 11): the main thread was busy and comes for its assignment only now."""
     a = job.node("a")
@@ -179,7 +169,6 @@ def test_an_assignment_that_nobody_took_is_withdrawn_when_a_newer_proposal_is_se
     assert assignment.generation.number > first
 
 
-@pytest.mark.xfail(reason="sight.find_place is not repeated for the third member", strict=True)
 def test_when_the_coordinator_goes_there_is_a_deputy_again(job: Job) -> None:
     """The third becomes the second; nothing about its own predecessor changed (PROTOCOL 8)."""
     a, _b, c = job.start("abc")
@@ -189,7 +178,6 @@ def test_when_the_coordinator_goes_there_is_a_deputy_again(job: Job) -> None:
     await_(lambda: c.member._sight.deputy, within=4, what="c being deputy")  # type: ignore[union-attr]
 
 
-@pytest.mark.xfail(reason="desk never closes its wake pipe", strict=True)
 def test_a_closed_member_leaves_no_descriptor_behind(job: Job) -> None:
     def once(name: str) -> None:
         (node,) = job.start(name)
