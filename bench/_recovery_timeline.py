@@ -159,6 +159,11 @@ def without_startup(event: str, at: float, workers: Sequence[Worker], cut: Phase
     return (last(workers, PROCESS) - at) + (last(workers, GROUP) - last(workers, IMPORTED)) - agents
 
 
+def generations(at: float, logs: Mapping[str, Lines]) -> int:
+    """How many generations formed after the event: more than one, and something else happened meanwhile, such as a lease lost to a busy machine."""
+    return len({line["number"] for line in _named(logs, "generation_formed") if _at(line) > at})
+
+
 class _Cuts:
     """Goes from one point to the next, never backwards."""
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 START_WITHIN = 60.0
 """Seconds for a process to import what it needs."""
+CROWD = 64
+"""Members in one process at most: with 250, each having six threads, they wait for the interpreter's lock until leases lapse."""
 
 
 class BenchError(Exception):
@@ -135,7 +137,8 @@ class Cluster:
         return worker
 
     def add_all(self, processes: int) -> list[Worker]:
-        """Start the processes for all `size` members, and wait until they could begin."""
+        """Start the processes for all `size` members, more than `processes` if these were crowded, and wait until they could begin."""
+        processes = max(processes, math.ceil(self.size / CROWD))
         bounds = [self.size * part // processes for part in range(processes + 1)]
         workers = [self.add(first, after - first) for first, after in itertools.pairwise(bounds) if after > first]
         for worker in workers:

@@ -25,12 +25,14 @@ torchrun-etcd-v3   the same torchrun over our rendezvous, lease 2 s
 torchrun           c10d, default settings; once in a full run, or with --defaults: its worker_kill alone takes 70 s
 
 An event from which a peer has not recovered within its bound counts as longer than any other, and is null where the median would be such a run.
+A full run takes half an hour on two quiet cores, --quick five minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import statistics
 import subprocess
@@ -47,7 +49,7 @@ import psutil
 
 from bench._common import Row, command, paired_ratio, print_table, progress, write_json
 from bench._recovery_jobs import PEERS, Job, adopt_orphans, end_all, job_of, node_of, send
-from bench._recovery_timeline import EVENTS, Phases, Worker, last, phases, read_workers, stepping, without_startup
+from bench._recovery_timeline import EVENTS, Phases, Worker, generations, last, phases, read_workers, stepping, without_startup
 from elasticd.kv.embedded import EmbeddedEtcd
 
 OURS: Final = "elasticd"
@@ -75,7 +77,7 @@ NOTES: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One run of one event on one peer. `seconds` is None if it did not recover; `why` then says what happened instead."""
+    """One run of one event on one peer. `seconds` is None if it did not recover; `why` says what happened instead, or besides."""
 
     seconds: float | None
     without_startup: float | None = None
@@ -179,8 +181,11 @@ def _await_world(job: Job, world: int, *, within: float, known: Collection[int])
 def _outcome(job: Job, event: str, at: float, workers: Sequence[Worker] | str) -> Outcome:
     if isinstance(workers, str):
         return Outcome(seconds=None, why=workers)
-    cut = phases(event, at, job.logs(), workers) if job.peer == OURS else None
-    return Outcome(seconds=last(workers, "step") - at, without_startup=without_startup(event, at, workers, cut), phases=cut)
+    logs = job.logs()
+    cut = phases(event, at, logs, workers) if job.peer == OURS else None
+    formed = generations(at, logs)
+    why = f"{formed} generations in one run" if formed > 1 else ""
+    return Outcome(seconds=last(workers, "step") - at, without_startup=without_startup(event, at, workers, cut), phases=cut, why=why)
 
 
 # --- all runs ----------------------------------------------------------------------------------------------------------
@@ -223,8 +228,8 @@ def run_all(plan: Plan, folder: Path, results: Results) -> None:
 
 
 def _tell(run: int, runs: int, event: str, job: Job, outcome: Outcome) -> None:
-    value = outcome.why if outcome.seconds is None else f"{outcome.seconds:.2f} s"
-    progress(f"run {run + 1} of {runs}  {event:16} {job.peer:17} {value}")
+    value = "" if outcome.seconds is None else f"{outcome.seconds:.2f} s"
+    progress(f"run {run + 1} of {runs}  {event:16} {job.peer:17} {value:>8}  (load {os.getloadavg()[0]:.1f})  {outcome.why}")
     if outcome.seconds is None and job.peer == OURS:
         progress(job.story())
 

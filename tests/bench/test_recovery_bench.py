@@ -16,7 +16,7 @@ import pytest
 
 from bench import recovery
 from bench._common import Row, paired_ratio, print_table, ratio, write_json
-from bench._recovery_timeline import Phases, Worker, phases, read_workers, stepping, without_startup
+from bench._recovery_timeline import Phases, Worker, generations, phases, read_workers, stepping, without_startup
 from bench.recovery import Outcome, Plan, Results
 from tests.support.etcd import await_
 
@@ -66,6 +66,12 @@ def test_a_recovery_is_cut_where_the_last_node_passed() -> None:
     assert cut.total == pytest.approx(3.1, abs=1e-5)
     assert without_startup("worker_kill", EVENT, KILL_WORKERS, cut) == pytest.approx(0.33, abs=1e-5)
     assert without_startup("worker_kill", EVENT, KILL_WORKERS, None) == pytest.approx(0.33, abs=1e-5), "other peers are measured alike"
+
+
+def test_a_run_in_which_more_happened_is_told_from_a_clean_one() -> None:
+    """Generations that formed after the event are counted, whichever node told of them."""
+    assert generations(EVENT, KILL_LOGS) == 1
+    assert generations(EVENT, {**KILL_LOGS, "c": [line(5.0, "generation_formed", number=3)]}) == 2
 
 
 def test_the_start_up_of_a_node_that_joins_is_not_the_rendezvous_fault() -> None:

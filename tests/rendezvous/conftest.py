@@ -38,7 +38,7 @@ class Job:
         self.defaults = defaults
         self.cluster = f"c{uuid.uuid4().hex[:12]}"
         self.keys = JobKeys(self.cluster, "job")
-        self.kv = EtcdKV(KVConfig(endpoints=(server.endpoint,), call_timeout=1.0))
+        self.kv = EtcdKV(KVConfig(endpoints=(server.endpoint,), call_timeout=5.0))
         self.nodes: dict[str, Node] = {}
         self.helpers: list[Helper] = []
 
@@ -74,7 +74,7 @@ class Job:
         active = self.view().active
         return [identity.node for identity in active.ids] if active else []
 
-    def await_training(self, names: str, *, after: int = 0, within: float = 10.0) -> int:
+    def await_training(self, names: str, *, after: int = 0, within: float = 20.0) -> int:
         """Wait until these nodes, of this process, train one generation above `after`; its number."""
 
         def there() -> int:

@@ -349,7 +349,7 @@ def test_while_etcd_pauses_everybody_goes_on_in_the_same_generation(job: Job, se
         await_(lambda: "out of reach" in some[0].member.why, what="noticing")
         time.sleep(times * TTL)
         server.resume()
-        await_(lambda: all(node.member._outage_since is None for node in some) and set(job.view().members) == set("abc"), what="everybody back")
+        await_(lambda: all(node.member._outage_since is None for node in some) and set(job.view().members) == set("abc"), within=20, what="everybody back")
         nobody_stopped(job, first)
     time.sleep(TTL + 0.5)  # until the blind time is over
     nobody_stopped(job, first)
@@ -364,7 +364,7 @@ def test_an_etcd_that_restarts_disturbs_nobody(job: Job, server: Server) -> None
     server.kill()
     time.sleep(0.5)
     server.start()
-    await_(lambda: set(job.view().members) == set("abc"), what="everybody back")
+    await_(lambda: set(job.view().members) == set("abc"), within=20, what="everybody back")
     time.sleep(TTL + 0.5)
     nobody_stopped(job, first)
     some[2].close()
@@ -409,6 +409,7 @@ def test_a_member_process_that_sleeps_beyond_its_lease_comes_back_as_somebody_el
     helper = job.process("b")
     await_(lambda: job.names() == ["a", "b"], what="two nodes")
     first = job.settled("a")
+    await_(lambda: helper.ask("running") == first, what="b training")
     os.kill(helper.pid, signal.SIGSTOP)
     second = job.await_training("a", after=first, within=3 * TTL + 2)
     assert job.names() == ["a"]
@@ -430,10 +431,10 @@ def test_any_number_of_coordinators_do_no_harm(job: Job, monkeypatch: pytest.Mon
         original(self)
         if not self.coordinator and self._watch:
             self.coordinator = True
-            revision = self.load()
+            self.load()
             self._watch.close()
             self._batches.clear()
-            self._watch = self._kv.watch(self._ranges(), revision + 1, self._on_batch)
+            self._watch = self._kv.watch([WatchRange(key=self._keys.prefix, prefix=True)], self.view.revision + 1, self._on_batch)
 
     monkeypatch.setattr(Sight, "find_place", everybody)
     some = job.start("abcd")

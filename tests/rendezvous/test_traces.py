@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elasticd.errors import KVUnavailableError
+from elasticd.errors import KVUnavailableError, LeaseLostError
+from elasticd.rendezvous.coordinator import Coordinator
 from elasticd.rendezvous.membership import Stop
 from elasticd.rendezvous.records import GenerationState, Mode
+from elasticd.rendezvous.transitions import Txn
+from elasticd.rendezvous.view import Ledger
 from tests.rendezvous.conftest import Job, MakeJob
+from tests.rendezvous.pretend import PretendStore
+from tests.rendezvous.world import KEYS, TIMING, generation, member, mid, target
 from tests.support.etcd import Server, await_
 
 pytestmark = pytest.mark.timeout(60)
@@ -178,14 +185,67 @@ def test_when_the_coordinator_goes_there_is_a_deputy_again(job: Job) -> None:
     await_(lambda: c.member._sight.deputy, within=4, what="c being deputy")  # type: ignore[union-attr]
 
 
-def test_a_closed_member_leaves_no_descriptor_behind(job: Job) -> None:
-    def once(name: str) -> None:
-        (node,) = job.start(name)
-        job.await_training(name)
-        node.close()
+def test_a_closed_member_leaves_no_pipe_behind(job: Job) -> None:
+    """Sockets are left out: grpc lets go of its own when it pleases."""
 
-    once("a")
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    once("a")
-    once("a")
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    def pipes() -> int:
+        found = 0
+        for path in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                found += str(path.readlink()).startswith("pipe:")
+        return found
+
+    before = pipes()
+    for _ in range(2):
+        (node,) = job.start("a")
+        job.await_training("a")
+        node.close()
+    assert pipes() <= before
+
+
+@pytest.mark.xfail(reason="member.start leaves its loop asleep for half a TTL", strict=True)
+def test_a_member_looks_around_as_soon_as_it_has_registered(make_job: MakeJob) -> None:
+    """Alone it hears of nothing that would wake its loop, and half a TTL is five seconds by default."""
+    job = make_job(nodes=(1, 1, 1), timing={"ttl": 10.0})
+    job.start("a")
+    began = time.monotonic()
+    job.await_training("a")
+    assert time.monotonic() - began < 2.5
+
+
+@pytest.mark.xfail(reason="ownkey.take_first lets LeaseLostError out", strict=True)
+def test_a_lease_that_lapses_while_registering_is_replaced(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine too busy to create its key within the TTL of its first lease: seen at TTL 2 under a load of 400."""
+    node = job.node("a")
+    node.member.connect()
+    take, tries = node.member._own.take, []  # type: ignore[union-attr]
+
+    def once_lost() -> bool:
+        tries.append(1)
+        if len(tries) == 1:
+            raise LeaseLostError("requested lease not found")
+        return take()
+
+    monkeypatch.setattr(node.member._own, "take", once_lost)
+    node.member.start()
+    assert "a" in job.view().members
+
+
+@pytest.mark.xfail(reason="transitions.end does not compare the target", strict=True)
+def test_a_job_is_not_ended_over_an_operators_write_that_was_not_seen() -> None:
+    """The budget is used up; the operator raises it just before the end is written, which is later than his write: nothing reopens the job."""
+    store = PretendStore()
+    store.put(KEYS.target, target(budget=0).record.to_bytes())
+    store.put(KEYS.generation, generation(1, "a").record.to_bytes())
+    store.put(KEYS.member("a"), member("a", 1, failed=1).record.to_bytes())
+    ledger, sent = Ledger(KEYS), []
+    ledger.load(store.listing())
+
+    def send(txn: Txn) -> bool:
+        store.put(KEYS.target, target(budget=50).record.to_bytes())
+        sent.append(store.txn(txn))
+        return sent[-1]
+
+    seen = SimpleNamespace(whole=True, coordinator=True, view=ledger.view(), looked_at=0.0, load=lambda: None)
+    Coordinator(KEYS, TIMING, send).turn(mid("a"), seen, 0)  # type: ignore[arg-type]
+    assert sent == [False]
