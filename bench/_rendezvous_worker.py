@@ -10,6 +10,7 @@ stdin. Each line it writes is one JSON object, see `_Fleet`.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -172,6 +173,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     log_to_file(Path(order.folder) / f"worker-{order.first:04d}.jsonl", level=logging.WARNING)
     EtcdKV(KVConfig(endpoints=(order.endpoint,))).close()  # imports etcd3 and gRPC, so that it is not part of what is measured
+    gc.disable()  # each record parsed would have it go over those of all members; a node has one member
     fleet = _Fleet(order)
     fleet.say(ready=True)
     for line in sys.stdin:

@@ -137,3 +137,17 @@ class Channels:
         for _, link in [old for old in self._retired if old[0] <= now]:
             link.close()
         self._retired = [old for old in self._retired if old[0] > now]
+
+
+class Borrowed(Channels):
+    """Somebody else's links: used, and left open."""
+
+    def __init__(self, lender: Channels) -> None:
+        self._lender = lender
+
+    def link(self, endpoint: str) -> Link:
+        """As `Channels.link`."""
+        return self._lender.link(endpoint)
+
+    def close(self) -> None:
+        """Leave them to their owner."""

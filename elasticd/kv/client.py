@@ -19,15 +19,15 @@ from elasticd.errors import KVUnavailableError, UsageError
 from elasticd.kv import _etcd3, messages
 from elasticd.kv.calls import Caller
 from elasticd.kv.certificates import Certificates
-from elasticd.kv.channels import METADATA, Channels, Link
+from elasticd.kv.channels import METADATA, Borrowed, Channels, Link
 from elasticd.kv.lease import Lease, boottime
 from elasticd.kv.ring import Ring
 from elasticd.kv.stats import Counters
-from elasticd.kv.types import Compare, KeyValue, KVConfig, KVStats, Listing, Op, TxnResult, WatchBatch, WatchRange
+from elasticd.kv.types import Compare, KeyValue, KVConfig, KVStats, Listing, Op, Target, TxnResult, WatchBatch, WatchRange
 from elasticd.kv.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from elasticd.kv.outcomes import Failure
 
@@ -54,7 +54,9 @@ class EtcdKV:
         self._counters = Counters()
         self._ring = Ring(config.endpoints, on_switch=self._switched)
         self._certificates = Certificates(config.tls, on_change=self._ring.announce)
-        self._caller = Caller(self._ring, self._channels(), self._counters, timeout=config.call_timeout, tls=config.tls is not None)
+        self._lender: Channels | None = None
+        self._lender = self._channels()
+        self._caller = Caller(self._ring, self._lender, self._counters, timeout=config.call_timeout, tls=config.tls is not None)
         self._lock = threading.Lock()
         self._leases: list[Lease] = []
         self._watches: list[Watch] = []
@@ -99,12 +101,22 @@ class EtcdKV:
         answer = self._range("list", request)
         return Listing(revision=answer.header.revision, items=tuple(messages.key_value(item) for item in answer.kvs))
 
-    def get_many(self, keys: Sequence[str]) -> Listing:
-        """Those of `keys` that exist, all at one revision."""
-        request = _etcd3.rpc.TxnRequest(success=[messages.read(key) for key in keys])
+    def get_many(self, keys: Sequence[str], known: Mapping[str, int] | None = None) -> Listing:
+        """Those of `keys` that exist, all at one revision.
+
+        Args:
+            known: the mod revision of each of `keys` as the caller knows it, 0 for one that does not exist. If all still hold, only that is
+                said: the listing is empty and `unchanged`.
+        """
+        compares = [Compare(key=key, target=Target.MOD, op="==", value=known[key]) for key in keys] if known is not None else []
+        reads = [messages.read(key) for key in keys]
+        if compares:
+            request = _etcd3.rpc.TxnRequest(compare=[messages.compare(one) for one in compares], failure=reads)
+        else:
+            request = _etcd3.rpc.TxnRequest(success=reads)
         answer = self._caller.call("get_many", lambda link, timeout: link.kv.Txn(request, timeout=timeout, metadata=METADATA))
         found = [messages.key_value(item) for one in answer.responses for item in one.response_range.kvs]
-        return Listing(revision=answer.header.revision, items=tuple(found))
+        return Listing(revision=answer.header.revision, items=tuple(found), unchanged=bool(compares) and answer.succeeded)
 
     def txn(self, compares: Sequence[Compare], ops: Sequence[Op]) -> TxnResult:
         """Do all `ops` if all `compares` hold, else nothing. See the module for what is sent again.
@@ -231,6 +243,8 @@ class EtcdKV:
         return self._caller.call(operation, lambda link, timeout: link.kv.Range(request, timeout=timeout, metadata=METADATA))
 
     def _channels(self) -> Channels:
+        if self._lender is not None and self.config.one_connection:
+            return Borrowed(self._lender)
         return Channels(self._certificates, self._counters, grace=2 * self.config.call_timeout + 1)
 
     def _switched(self, old: str, new: str) -> None:

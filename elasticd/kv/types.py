@@ -29,11 +29,13 @@ class KVConfig:
         endpoints: "host:port" each, tried in this order.
         tls: files for TLS; None speaks plain text.
         call_timeout: seconds one attempt at one endpoint may take. A whole call gives up after twice that.
+        one_connection: leases and watches go over the connection of the calls. For benches, where hundreds of members share a machine.
     """
 
     endpoints: tuple[str, ...]
     tls: TLSFiles | None = None
     call_timeout: float = 2.0
+    one_connection: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +51,14 @@ class KeyValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listing:
-    """All keys of a range at one revision of the store, in key order unless asked otherwise."""
+    """All keys of a range at one revision of the store, in key order unless asked otherwise.
+
+    With `unchanged` true the asker knows them already, and `items` is empty.
+    """
 
     revision: int
     items: tuple[KeyValue, ...]
+    unchanged: bool = False
 
 
 class Target(Enum):

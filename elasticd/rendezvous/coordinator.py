@@ -91,8 +91,7 @@ class Coordinator:
             return transitions.propose(self._keys, view, decision, me)
         if isinstance(decision, Activate):
             return transitions.activate(self._keys, view, decision, me, frozen_max=self._timing.frozen_max, at=time.time())
-        assert view.generation is not None  # plan ends only what has begun
-        return transitions.end(self._keys, view.generation, decision, at=time.time())
+        return transitions.end(self._keys, view, decision, at=time.time())
 
     def _may_stand_in(self, decision: Decision) -> bool:
         now = time.monotonic()

@@ -46,8 +46,9 @@ RETRY_EVERY: Final = 0.5
 class Member:
     """See the module. All methods may be called from any thread; those that wait are for the agent's main thread."""
 
-    def __init__(self, config: MemberConfig) -> None:
+    def __init__(self, config: MemberConfig, *, kv: EtcdKV | None = None) -> None:
         self._config = config
+        self._lent = kv  # somebody else's client, who closes it
         self._keys = config.keys
         self._timing = config.timing
         self._wake = threading.Event()
@@ -81,7 +82,7 @@ class Member:
         """
         config = self._config
         try:
-            self._kv = kv = EtcdKV(config.kv)
+            self._kv = kv = self._lent or EtcdKV(config.kv)
             self._sight = Sight(kv, self._keys, config.node, self._wake.set)
             kv.check(self._keys.prefix)
             self._lock = NodeLock(config.state_dir, self._keys.cluster, self._keys.job, config.node)
@@ -117,6 +118,7 @@ class Member:
             raise
         self._tick()
         self._started = True
+        self._wake.set()  # the first round at once
         self._thread.start()
 
     def next_assignment(self, timeout: float | None = None, give_up: Callable[[], bool] | None = None) -> Assignment | None:
@@ -188,7 +190,7 @@ class Member:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
-        for part in (self._sight, self._own, self._peers, self._kv, self._lock, self._desk):
+        for part in (self._sight, self._own, self._peers, None if self._lent else self._kv, self._lock, self._desk):
             if part is not None:
                 part.close()
         self._peers = self._kv = self._lock = None
@@ -207,8 +209,10 @@ class Member:
 
     def _open_job(self) -> None:
         """Write the job's size if nobody has; refuse a job that has ended unless it is to be opened again."""
-        self._send(transitions.create_target(self._keys, self._config.target()))
         self._seen.load()
+        if self._seen.view.target is None:
+            self._send(transitions.create_target(self._keys, self._config.target()))
+            self._seen.load()
         view = self._seen.view
         if not view.over:
             return

@@ -23,9 +23,11 @@ from elasticd.rendezvous.records import (
     Mode,
     ProposalRecord,
     Result,
+    ResumePoint,
     StoreAddress,
     TargetRecord,
 )
+from elasticd.rendezvous.resume import choose_resume
 from elasticd.rendezvous.view import Keyed, View
 
 
@@ -104,6 +106,7 @@ class Activate:
     members: tuple[GenerationMember, ...]
     store: StoreAddress
     restarts: int
+    resume: ResumePoint | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +134,8 @@ def not_ready_marks(view: View) -> dict[str, int]:
         marks.update(view.generation.record.not_ready)
     if view.pending:
         marks.update(view.pending.record.not_ready)
+    if not marks:
+        return marks
     return {
         keyed.record.id.incarnation: keyed.mod_revision
         for keyed in view.members.values()
@@ -153,6 +158,8 @@ def without_unreachable(members: Sequence[Keyed[MemberRecord]]) -> list[Keyed[Me
     Takes out the member with the most broken pairs until none is left: exact for the usual case, one bad node or one bad pair.
     """
     kept = list(members)
+    if not any(keyed.record.unreachable for keyed in kept):
+        return kept
     while True:
         here = {keyed.record.id.incarnation for keyed in kept}
         broken: dict[str, set[str]] = {incarnation: set() for incarnation in here}
@@ -219,6 +226,12 @@ def _condition(member: MemberRecord, number: int) -> str:
 
 def _nodes(identities: Iterable[MemberId]) -> tuple[str, ...]:
     return tuple(identity.node for identity in identities)
+
+
+def _some(nodes: Sequence[str], shown: int = 3) -> str:
+    """A few names and how many more: of a thousand members, each report would log all the others' names again."""
+    more = len(nodes) - shown
+    return ", ".join(nodes[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def _ids(members: Iterable[Keyed[MemberRecord]]) -> tuple[MemberId, ...]:
@@ -418,7 +431,7 @@ def _plan_late(
     agreed = proposal.mode is Mode.AGREED_STOP
     due = memory.proposal_seen_at + (timing.drain_timeout if agreed else timing.ready_timeout)
     if now < due:
-        return Wait(why=f"waiting for {', '.join(_nodes(_ids(late)))} to stop", until=due)
+        return Wait(why=f"waiting for {_some(_nodes(_ids(late)))} to stop", until=due)
     if agreed:
         return _replace(view, proposal, target, Mode.KILL, not_ready_marks(view))
     marks = {**not_ready_marks(view), **{keyed.record.id.incarnation: keyed.mod_revision for keyed in late}}
@@ -451,6 +464,8 @@ def orphan_hold(view: View, chosen: Sequence[MemberId], now: float, memory: Memo
 def _activate(view: View, proposal: ProposalRecord) -> Activate:
     records = [view.present[identity].record for identity in proposal.members]
     previous = view.generation.record if view.generation else None
+    survivors = set(proposal.members).intersection(previous.ids if previous else ())
+    inventories = {identity: keyed.record.inventory for identity, keyed in view.present.items()}
     return Activate(
         proposal=proposal,
         members=tuple(
@@ -458,13 +473,14 @@ def _activate(view: View, proposal: ProposalRecord) -> Activate:
         ),
         store=StoreAddress(address=records[0].address, port=records[0].store_port),
         restarts=previous.restarts + 1 if previous else 0,
+        resume=choose_resume(inventories, survivors, view.checkpoint.record if view.checkpoint else None),
     )
 
 
 def observe(memory: Memory, before: View, after: View, now: float, timing: Timing) -> Memory:
     """What to remember after the view changed from `before` to `after` at `now`."""
     changed_at, restless_since = memory.changed_at, memory.restless_since
-    if _ids_of(before) != _ids_of(after):
+    if before.able != after.able:
         restless_since = now if now - changed_at > timing.settle else restless_since
         changed_at = now
     seen = memory.proposal_seen_at
@@ -505,10 +521,6 @@ def _orphaned_since(memory: Memory, before: View, after: View, now: float) -> fl
     if memory.orphaned_since is None or before.number != after.number or vanished:
         return now
     return memory.orphaned_since
-
-
-def _ids_of(view: View) -> frozenset[MemberId]:
-    return frozenset(keyed.record.id for keyed in view.members.values() if not keyed.record.leaving)
 
 
 # --- each member -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from elasticd.errors import RefusedError
+from elasticd.errors import LeaseLostError, RefusedError
 from elasticd.rendezvous import transitions
 from elasticd.rendezvous.nodelock import boot_id
 from elasticd.rendezvous.peers import bind
@@ -65,6 +65,7 @@ class OwnKey:
         self._wake = wake
         self._socket: socket.socket | None = None
         self._lease_gone = False
+        self._begun = False
         self.lease: Lease | None = None
         self.me = MemberId(node=config.node, incarnation=secrets.token_hex(8))
 
@@ -96,7 +97,7 @@ class OwnKey:
         """
         deadline = time.monotonic() + self._config.timing.ttl + FOREIGN_WAIT
         warned = False
-        while not self.take():
+        while not self._take_once():
             held, keyed = self._sight.fetch(self._config.node)
             if held is None:
                 continue
@@ -114,11 +115,20 @@ class OwnKey:
                 warned = True
             time.sleep(0.2)
 
+    def _take_once(self) -> bool:
+        try:
+            return self.take()
+        except LeaseLostError:  # a machine too busy to write within the TTL
+            self.lease_is_gone()
+            return False
+
     def take(self) -> bool:
         """Try once to create the key, under a new incarnation. False if it exists."""
         self._fresh_lease()
         self.me = MemberId(node=self._config.node, incarnation=secrets.token_hex(8))
-        self._sight.forget()
+        if self._begun:
+            self._sight.forget()  # what was seen as somebody else
+        self._begun = True
         self._desk.begin_anew(self._sight.view.number)
         assert self.lease is not None  # just made
         if not self._send(transitions.register(self._keys, self._record(), self.lease.id)):

@@ -100,6 +100,7 @@ class PeerMonitor:
         self._lock = threading.Lock()
         self._answer = b""
         self._wanted: tuple[GenerationMember, ...] = ()
+        self._adopted: tuple[GenerationMember, ...] = ()
         self._peers: dict[MemberId, _Peer] = {}
         self._callers: dict[socket.socket, bytes] = {}
         self._selector = selectors.DefaultSelector()
@@ -214,7 +215,10 @@ class PeerMonitor:
     # --- asking ---
 
     def _adopt_wanted(self) -> None:
+        if self._adopted is self._wanted:
+            return
         with self._lock:
+            self._adopted = self._wanted
             wanted = {member.id: member for member in self._wanted}
             gone = [self._peers.pop(identity) for identity in tuple(self._peers) if identity not in wanted]
             for identity, member in wanted.items():

@@ -7,6 +7,7 @@ Unknown fields are refused, so that a newer writer is noticed rather than half u
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,6 +26,7 @@ TEXT_MAX: Final = 2000
 Text = Annotated[str, Field(max_length=TEXT_MAX)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Number = Annotated[int, Field(ge=0, lt=2**53)]
+Digest = Annotated[str, Field(max_length=128)]
 
 
 class Record(BaseModel):
@@ -55,6 +57,13 @@ class MemberId(Part):
     def __str__(self) -> str:
         return f"{self.node}/{self.incarnation[:8]}"
 
+    # Pydantic's own two go over the fields in a loop, and every decision compares each member with each list of members.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MemberId) and self.incarnation == other.incarnation and self.node == other.node
+
+    def __hash__(self) -> int:
+        return hash((self.incarnation, self.node))
+
 
 class Result(StrEnum):
     """How a member's workers of one generation ended."""
@@ -71,6 +80,25 @@ class Outcome(Part):
     detail: Text = ""
 
 
+class SnapshotRef(Part):
+    """A state that a node holds whole, by what is in it. States are ordered by generation, then by step (PROTOCOL 21)."""
+
+    generation: Number
+    step: Number
+    digest: Digest
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What states are ordered by."""
+        return self.generation, self.step
+
+
+class ResumePoint(SnapshotRef):
+    """The one state that every member of a generation begins with, and the nodes that can give it to the others (PROTOCOL 22)."""
+
+    holders: tuple[Name, ...] = ()
+
+
 class MemberRecord(Record):
     """`members/<node>`: one agent, under its lease.
 
@@ -82,6 +110,7 @@ class MemberRecord(Record):
         probe_port: where it answers echoes.
         unreachable: incarnations it could not reach after a failed generation.
         leaving: it asks to be left out; it stays until others have formed without it.
+        inventory: every valid snapshot this node holds, as of when it stopped.
     """
 
     id: MemberId
@@ -94,6 +123,7 @@ class MemberRecord(Record):
     outcome: Outcome | None = None
     unreachable: tuple[str, ...] = ()
     leaving: bool = False
+    inventory: Annotated[tuple[SnapshotRef, ...], Field(max_length=64)] = ()
 
 
 class Mode(StrEnum):
@@ -179,6 +209,7 @@ class GenerationRecord(Record):
         frozen_max: seconds workers may go on without etcd, counted from the last successful keepalive.
         formed_at: seconds since the epoch on the coordinator's clock, for people only; no decision reads it.
         drained: when the job ended, every member of this generation had been seen to have stopped: nobody trains on unseen.
+        resume: the state that all begin with; None is the very beginning.
     """
 
     number: Annotated[int, Field(ge=1, lt=2**53)]
@@ -192,8 +223,9 @@ class GenerationRecord(Record):
     formed_at: float = 0.0
     not_ready: dict[str, int] = {}
     drained: bool = False
+    resume: ResumePoint | None = None
 
-    @property
+    @cached_property
     def ids(self) -> tuple[MemberId, ...]:
         """Its members' identities in the order of their ranks."""
         return tuple(member.id for member in self.members)
@@ -255,8 +287,13 @@ class CheckpointRecord(Record):
 
     generation: Number
     step: Number
-    digest: Annotated[str, Field(max_length=128)]
+    digest: Digest
     holders: tuple[Name, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What states are ordered by (PROTOCOL 21)."""
+        return self.generation, self.step
 
 
 class EventRecord(Record):

@@ -128,6 +128,7 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
         frozen_max=frozen_max,
         formed_at=at,
         not_ready=decision.proposal.not_ready,
+        resume=decision.resume,
     )
     own = view.members.get(me.node)
     compares = (
@@ -149,13 +150,15 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
     )
 
 
-def end(keys: JobKeys, generation: Keyed[GenerationRecord], decision: End, *, at: float) -> Txn:
-    """Close the job, whatever is pending (PROTOCOL 19)."""
+def end(keys: JobKeys, view: View, decision: End, *, at: float) -> Txn:
+    """Close the job, whatever is pending (PROTOCOL 19), unless an operator has just written `target`: his word is to be read first."""
+    generation = view.generation
+    assert generation is not None  # plan ends only what has begun
     reason = _short(decision.reason)
     record = generation.record.model_copy(update={"state": decision.state, "reason": reason, "drained": decision.drained})
     event = EventRecord(scope=keys.scope, number=record.number, at=at, what=decision.state.value, detail=reason)
     return Txn(
-        (unchanged(keys.generation, generation),),
+        (unchanged(keys.generation, generation), unchanged(keys.target, view.target)),
         (Put(key=keys.generation, value=record.to_bytes()), Put(key=keys.event(event.number, event.what), value=event.to_bytes())),
     )
 
@@ -175,7 +178,7 @@ def commit(keys: JobKeys, view: View, record: CheckpointRecord) -> Txn:
     if generation is None or generation.number != record.generation:
         msg = f"generation {record.generation} is not the active one"
         raise ValueError(msg)
-    if view.checkpoint and (record.generation, record.step) <= (view.checkpoint.record.generation, view.checkpoint.record.step):
+    if view.checkpoint and record.order <= view.checkpoint.record.order:
         msg = f"step {record.step} of generation {record.generation} is not newer than the committed one"
         raise ValueError(msg)
     return Txn(

@@ -8,7 +8,7 @@ named in `problems`, and is put right by whoever owns it. Nor does removing one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -66,6 +66,11 @@ class View:
     def present(self) -> Mapping[MemberId, Keyed[MemberRecord]]:
         """Members by identity."""
         return MappingProxyType({keyed.record.id: keyed for keyed in self.members.values()})
+
+    @cached_property
+    def able(self) -> frozenset[MemberId]:
+        """Members that do not ask to be left out."""
+        return frozenset(keyed.record.id for keyed in self.members.values() if not keyed.record.leaving)
 
     @property
     def number(self) -> int:
@@ -130,8 +135,17 @@ class Ledger:
         self._created: dict[str, int] = {}
         self._view: View | None = None
 
+    def known(self, keys: Sequence[str]) -> dict[str, int] | None:
+        """The mod revision under which each of `keys` is known, 0 if it is absent; None if more than `keys` is known, or nothing yet."""
+        known = {key: keyed.mod_revision for key, keyed in self._good.items()} | self._damaged
+        return {key: known.get(key, 0) for key in keys} if known and known.keys() <= set(keys) else None
+
     def load(self, listing: Listing) -> None:
-        """Replace everything by a full listing of the job's prefix."""
+        """Replace everything by a full listing of the job's prefix, or of what this member looks at."""
+        if listing.unchanged:
+            self._revision = self._listed = listing.revision
+            self._view = None
+            return
         present = {item.key for item in listing.items}
         for key in [key for key in (*self._good, *self._problems) if key not in present]:
             self._forget(key)

@@ -1,3 +1,5 @@
+"""bench.rendezvous: one real quick run, and its arithmetic on made-up costs."""
+
 from __future__ import annotations
 
 import json

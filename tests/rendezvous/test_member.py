@@ -379,17 +379,6 @@ def test_without_etcd_nobody_can_start(job: Job, server: Server) -> None:
     assert time.monotonic() - began < 5.0
 
 
-def test_frozen_workers_stop_when_their_time_is_over(make_job: MakeJob, server: Server) -> None:
-    job = make_job(timing={"frozen_max": 3.0}, nodes=(1, 1, 1))
-    (a,) = job.start("a")
-    job.settled("a")
-    server.pause()
-    frozen = time.monotonic()
-    await_(lambda: a.stops, within=10, what="the stop")
-    assert 2.5 < time.monotonic() - frozen < 5.5
-    assert "without etcd" in a.stops[0].why
-
-
 def test_frozen_workers_stop_after_one_ttl_when_a_partner_is_gone_too(job: Job, server: Server) -> None:
     job.start("a")
     helper = job.process("b")

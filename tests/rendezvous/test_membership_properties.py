@@ -252,7 +252,7 @@ class Job:
             if self.store.txn(transitions.activate(KEYS, view, decision, agent.id, frozen_max=TIMING.frozen_max, at=self.now)):
                 self._check_generation(before, view, self.seen())
         elif view.generation:
-            self.store.txn(transitions.end(KEYS, view.generation, decision, at=self.now))
+            self.store.txn(transitions.end(KEYS, view, decision, at=self.now))
 
     # --- what must hold
 

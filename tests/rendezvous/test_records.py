@@ -32,6 +32,8 @@ from elasticd.rendezvous.records import (
     ProposalRecord,
     Record,
     Result,
+    ResumePoint,
+    SnapshotRef,
     StoreAddress,
     TargetRecord,
     parse,
@@ -190,6 +192,7 @@ names = st.text("aZ9_.-", max_size=20).map(lambda text: "n" + text)
 ids = st.builds(MemberId, node=names, incarnation=st.integers(0, 2**64 - 1).map(lambda number: f"{number:016x}"))
 texts = st.text(max_size=50) | st.just("ä" * TEXT_MAX)
 numbers = st.integers(0, 2**53 - 1)
+digests = st.text(max_size=128)
 positive = st.integers(1, 2**53 - 1)
 ports = st.integers(1, 65535)
 sizes = st.integers(1, 100_000)
@@ -215,12 +218,14 @@ RECORDS: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
         "number": positive, "state": st.sampled_from(GenerationState), "reason": texts, "cause": causes, "restarts": numbers,
         "members": few(st.builds(GenerationMember, id=ids, address=addresses, slots=slots, probe_port=ports)), "not_ready": marks,
         "store": st.builds(StoreAddress, address=addresses, port=ports), "frozen_max": seconds, "formed_at": seconds, "drained": st.booleans(),
+        "resume": st.none() | st.builds(ResumePoint, generation=numbers, step=numbers, digest=digests, holders=few(names)),
     },
     BudgetRecord: {"used": numbers},
-    CheckpointRecord: {"generation": numbers, "step": numbers, "digest": st.text(max_size=128), "holders": few(names)},
+    CheckpointRecord: {"generation": numbers, "step": numbers, "digest": digests, "holders": few(names)},
     MemberRecord: {
         "id": ids, "address": addresses, "slots": slots, "boot_id": st.text(max_size=64), "store_port": ports, "probe_port": ports,
         "stopped": numbers, "outcome": outcomes, "unreachable": few(st.text(max_size=16)), "leaving": st.booleans(),
+        "inventory": few(st.builds(SnapshotRef, generation=numbers, step=numbers, digest=digests)),
     },
     EventRecord: {"number": numbers, "at": seconds, "what": st.text(max_size=64), "detail": texts},
 }

@@ -157,8 +157,11 @@ def test_how_long_workers_may_be_frozen_is_what_the_generation_says(make_job: Ma
     job.put(job.keys.generation, record.model_copy(update={"frozen_max": 2.5}))
     await_(lambda: a.member._view.active and a.member._view.active.frozen_max == 2.5, what="a seeing it")
     server.pause()
-    await_(lambda: a.stops, within=6, what="the stop")
+    frozen = time.monotonic()
+    await_(lambda: a.stops, within=20, what="the stop")
+    assert time.monotonic() - frozen > 1.5
     assert a.stops[0].mode is Mode.KILL
+    assert "without etcd" in a.stops[0].why
 
 
 def test_an_assignment_that_nobody_took_is_withdrawn_when_a_newer_proposal_is_seen(job: Job) -> None:
@@ -203,7 +206,6 @@ def test_a_closed_member_leaves_no_pipe_behind(job: Job) -> None:
     assert pipes() <= before
 
 
-@pytest.mark.xfail(reason="member.start leaves its loop asleep for half a TTL", strict=True)
 def test_a_member_looks_around_as_soon_as_it_has_registered(make_job: MakeJob) -> None:
     """Alone it hears of nothing that would wake its loop, and half a TTL is five seconds by default."""
     job = make_job(nodes=(1, 1, 1), timing={"ttl": 10.0})
@@ -213,7 +215,6 @@ def test_a_member_looks_around_as_soon_as_it_has_registered(make_job: MakeJob) -
     assert time.monotonic() - began < 2.5
 
 
-@pytest.mark.xfail(reason="ownkey.take_first lets LeaseLostError out", strict=True)
 def test_a_lease_that_lapses_while_registering_is_replaced(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine too busy to create its key within the TTL of its first lease: seen at TTL 2 under a load of 400."""
     node = job.node("a")
@@ -231,7 +232,6 @@ def test_a_lease_that_lapses_while_registering_is_replaced(job: Job, monkeypatch
     assert "a" in job.view().members
 
 
-@pytest.mark.xfail(reason="transitions.end does not compare the target", strict=True)
 def test_a_job_is_not_ended_over_an_operators_write_that_was_not_seen() -> None:
     """The budget is used up; the operator raises it just before the end is written, which is later than his write: nothing reopens the job."""
     store = PretendStore()

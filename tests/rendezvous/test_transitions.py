@@ -192,7 +192,7 @@ def test_a_job_is_closed_over_the_generation_it_was_decided_on() -> None:
     store = Store()
     seen = store.view()
     assert seen.generation
-    txn = transitions.end(KEYS, seen.generation, End(state=GenerationState.SUCCEEDED, reason="done", drained=True), at=0.0)
+    txn = transitions.end(KEYS, seen, End(state=GenerationState.SUCCEEDED, reason="done", drained=True), at=0.0)
     other = Store()
     other.write(KEYS.generation, generation(2, "abc").record)
     assert not other.txn(txn)
@@ -208,7 +208,7 @@ def test_texts_too_long_for_a_record_are_cut_and_not_written_unreadable() -> Non
     store = Store()
     seen = store.view()
     assert seen.generation
-    store.txn(transitions.end(KEYS, seen.generation, End(state=GenerationState.FAILED, reason="x" * 5000), at=0.0))
+    store.txn(transitions.end(KEYS, seen, End(state=GenerationState.FAILED, reason="x" * 5000), at=0.0))
     assert len(store.view().generation.record.reason) == TEXT_MAX  # type: ignore[union-attr]
     many = Store()
     record = proposal(2, "abc").record

@@ -1,0 +1,33 @@
+"""The functions under test, by name, so that a test can take one rule out and see the checker fail.
+
+Owns: which functions a walk runs on, and the habits of agents that the real ones have in `member`, `ownkey`, `desk` and `agent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from elasticd.rendezvous import membership, transitions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The real thing, unless a test says otherwise. A flag that is False takes a habit out; the number is the rule's."""
+
+    plan: Callable[..., Any] = membership.plan
+    react: Callable[..., Any] = membership.react
+    observe: Callable[..., Any] = membership.observe
+    register: Callable[..., Any] = transitions.register
+    activate: Callable[..., Any] = transitions.activate
+    commit: Callable[..., Any] = transitions.commit
+    fresh_identity: bool = True  # 1: an agent process is a member of its own
+    reattach: bool = True  # 4
+    blind_after_outage: bool = True  # 4
+    lease_needs_loop: bool = True  # 6
+    deputy: bool = True  # 8
+    look_before_start: bool = True  # 14
+    frozen_stop: bool = True  # 15
+    name_unreachable: bool = True  # 16
+    leaver_stays: bool = True  # 18
