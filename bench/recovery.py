@@ -7,7 +7,7 @@ A value is the time from the event to the last rank's first finished step of the
 and then left in peace for 2 s, and the peers take turns run by run, in a rotating order, so that a noisy machine is noisy for all of them.
 
 row                what happens
-form               the agents of both nodes are started; both peers wait 1 s for a third
+form               the agents of both nodes are started; all peers but torchrun by default (30 s) then wait 1 s for a third
 worker_kill        SIGKILL of the worker of the node that is not rank 0's
 node_join          the agent of a third node is started
 node_kill          SIGKILL of agent and worker of the node that is not rank 0's
@@ -69,7 +69,7 @@ POLL: Final = 0.05
 WARM_UP: Final = "import torch.distributed.run, torch.nn.parallel, torch._dynamo, elasticd.agent.agent"
 
 NOTES: Final = (
-    "form: both peers wait 1 s for a third node (elasticd: settle, torchrun: last_call_timeout), but for torchrun with default settings (30 s)",
+    "form: all wait 1 s for a third node (settle, last_call_timeout), torchrun with default settings 30 s",
     "*_without_startup: total - (exec to import torch done) - (DDP's constructor, first step) - (form, node_join: start-up of the agents)",
     "elasticd, detect … first_step: medians of the phases of the runs; they add up to the total in each run",
 )
@@ -263,6 +263,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Plan, argparse.Namespace]:
     parser.add_argument("--defaults", action="store_true", help="torchrun with default settings too; minutes")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep all logs there, in a new directory")
     options = parser.parse_args(argv)
+    if options.keep and options.keep.exists():
+        parser.error(f"{options.keep} exists already; give a new directory to --keep")
+    if options.runs is not None and options.runs < 1:
+        parser.error("--runs must be at least 1")
     peers = list(options.peers or [peer for peer in PEERS if peer != ONCE or not options.quick])
     if options.defaults and ONCE not in peers:
         peers.append(ONCE)

@@ -72,6 +72,9 @@ class AgentConfig(BaseModel):
         if not self.min_nodes <= self.desired <= self.max_nodes:
             msg = f"min_nodes {self.min_nodes} <= desired {self.desired} <= max_nodes {self.max_nodes} does not hold"
             raise ValueError(msg)
+        if self.frozen_max < self.ttl:
+            msg = f"frozen_max {self.frozen_max:g} is shorter than the lease, ttl {self.ttl:g}"
+            raise ValueError(msg)
         if self.cacert is None and (self.cert or self.key):
             msg = "cert and key need cacert"
             raise ValueError(msg)

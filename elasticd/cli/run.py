@@ -39,6 +39,7 @@ from elasticd.cli.summary import RunOutcome, RunResult, write_summary
 from elasticd.errors import RefusedError, UsageError
 from elasticd.kv import EtcdKV
 from elasticd.rendezvous.keys import JobKeys
+from elasticd.rendezvous.nodelock import lock_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,7 +134,7 @@ def _remove_locks(configs: list[AgentConfig]) -> None:
     """Remove the node locks of a job whose name was made up for this run: nobody will ever take them again."""
     for config in configs:
         with contextlib.suppress(OSError):
-            (config.state_dir / f"{config.cluster}--{config.job}--{config.node}.lock").unlink()
+            lock_path(config.state_dir, config.cluster, config.job, config.node).unlink()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,6 +52,7 @@ def key_value(message: Any) -> KeyValue:
         create_revision=message.create_revision,
         mod_revision=message.mod_revision,
         lease=message.lease,
+        version=message.version,
     )
 
 

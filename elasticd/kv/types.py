@@ -40,13 +40,14 @@ class KVConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyValue:
-    """One key as etcd holds it. `lease` is 0 when none is bound."""
+    """One key as etcd holds it. `lease` is 0 when none is bound; `version` counts the writes since it was created."""
 
     key: str
     value: bytes
     create_revision: int
     mod_revision: int
     lease: int = 0
+    version: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from elasticd.rendezvous import transitions
-from elasticd.rendezvous.membership import Activate, Decision, End, Memory, Propose, Timing, Wait, observe, plan
+from elasticd.rendezvous.membership import Activate, Decision, Drain, End, Memory, Propose, Timing, Wait, observe, plan
 from elasticd.rendezvous.sight import LOOK_EVERY
 from elasticd.rendezvous.view import Keyed, View
 
@@ -86,11 +86,13 @@ class Coordinator:
         sight.load()
         return time.monotonic()
 
-    def _txn(self, view: View, decision: Propose | Activate | End, me: MemberId) -> transitions.Txn:
+    def _txn(self, view: View, decision: Propose | Activate | Drain | End, me: MemberId) -> transitions.Txn:
         if isinstance(decision, Propose):
             return transitions.propose(self._keys, view, decision, me)
         if isinstance(decision, Activate):
             return transitions.activate(self._keys, view, decision, me, frozen_max=self._timing.frozen_max, at=time.time())
+        if isinstance(decision, Drain):
+            return transitions.drain(self._keys, view)
         return transitions.end(self._keys, view, decision, at=time.time())
 
     def _may_stand_in(self, decision: Decision) -> bool:
@@ -113,6 +115,8 @@ class Coordinator:
                 self.why = f"proposing {decision.number} ({decision.mode.value}): {decision.cause}"
             case Activate():
                 self.why = f"activating {decision.proposal.number}"
+            case Drain():
+                self.why = f"every worker of generation {decision.number} has stopped, and there are too few nodes to go on"
             case End():
                 self.why = f"ending: {decision.state.value}: {decision.reason}"
             case Wait():
@@ -137,8 +141,8 @@ class Coordinator:
             seen = view.damaged.get(key)
             if seen is None:
                 continue
-            if keyed is None:
-                self.why = f"{key} holds garbage, and this member never saw a good value: membership is frozen until somebody puts it right"
+            if keyed is None or key not in view.repairable:
+                self.why = f"{view.problems[key]}; what stood there last is not known here: membership is frozen until somebody puts it right"
             else:
                 log.warning("repairing", key=key)
                 self._send(transitions.repair(key, keyed.record, seen))

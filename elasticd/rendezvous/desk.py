@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.errors import ElasticdError, RefusedError, WaitTimeoutError
 from elasticd.rendezvous.membership import Directive, Leave, Local, Stay, Stop
+from elasticd.rendezvous.records import CauseKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -163,8 +164,10 @@ class Desk:
         view = self._view
         if self._over or self._fatal or view is None or view.active is None or self._me not in view.active.ids:
             return True
-        short = view.pending and view.target and len(view.pending.record.members) < view.target.record.min_nodes
-        return bool(short) and not self._dirty
+        if not view.pending or not view.target or len(view.pending.record.members) >= view.target.record.min_nodes:
+            return False
+        # Too few are left to form one. After a loss nobody can say that all have stopped, so nothing is waited for but the own word.
+        return view.active.drained or (view.pending.record.cause.kind is CauseKind.LOSS and not self._dirty)
 
     # --- the loop's side -------------------------------------------------------------------------------------------------
 

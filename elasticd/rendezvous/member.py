@@ -112,6 +112,7 @@ class Member:
         try:
             self._open_job()
             self._mine.take_first()
+            self._begin_blind()
             self._answer()
         except BaseException:
             self.close()
@@ -224,8 +225,14 @@ class Member:
                 remedy="give another job name, or ask to start this one again",
             )
         assert self._kv is not None  # connect made it
-        self._send(transitions.write_target(self._keys, self._kv.get(self._keys.target), self._config.target()))
+        self._send(transitions.reopen(self._keys, self._kv.get(self._keys.target), self._config.target()))
         self._seen.load()
+
+    def _begin_blind(self) -> None:
+        """Who comes first after an outage sees the others' keys missing: give them one TTL to come back (PROTOCOL 4)."""
+        generation = self._seen.view.active
+        if generation and any(identity not in self._seen.view.present for identity in generation.ids):
+            self._coordinator.believe_no_loss_for_a_while()
 
     def _send(self, txn: transitions.Txn) -> bool:
         """Do one transaction; whether its comparisons held."""
@@ -348,7 +355,10 @@ class Member:
         self._direct(directive)
 
     def _direct(self, directive: Directive) -> None:
-        if self._desk.direct(directive) and isinstance(directive, Stop | Leave):
+        if not self._desk.direct(directive):
+            return
+        self._answer()  # an assignment that nobody took yet is withdrawn by an order to stop
+        if isinstance(directive, Stop | Leave):
             log.info("directive", action=type(directive).__name__.lower(), mode=directive.mode.value, why=directive.why)
 
     def _assign(self, number: int) -> None:

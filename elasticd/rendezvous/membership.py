@@ -121,7 +121,17 @@ class End:
     drained: bool = False
 
 
-Decision = Wait | Propose | Activate | End
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drain:
+    """Put on record that every worker of generation `number` has stopped, although no other can be formed now.
+
+    Whoever starts the job again need not wait for workers that nobody can see (PROTOCOL 15), and a leaver may go.
+    """
+
+    number: int
+
+
+Decision = Wait | Propose | Activate | Drain | End
 
 
 # --- who may train ---------------------------------------------------------------------------------------------------
@@ -265,6 +275,11 @@ def plan(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
     return _plan_running(view, target, what, now, memory, timing)
 
 
+def _believed(view: View, missing: Sequence[MemberId], now: float, memory: Memory) -> bool:
+    """Whether missing members are gone for good: time enough has passed, or a new agent of each node proves it (it holds the node's lock)."""
+    return now >= memory.no_loss_before or all(identity.node in view.members for identity in missing)
+
+
 def _fresh(view: View) -> int:
     return max(view.number, view.proposal.record.number if view.proposal else 0) + 1
 
@@ -303,7 +318,7 @@ def _plan_first(view: View, target: TargetRecord, now: float, memory: Memory, ti
 def _plan_running(view: View, target: TargetRecord, what: Fate, now: float, memory: Memory, timing: Timing) -> Decision:
     marks = not_ready_marks(view)
     if what.lost:
-        if now < memory.no_loss_before:
+        if not _believed(view, what.lost, now, memory):
             return Wait(why="members are missing after an etcd outage, giving them time to come back", until=memory.no_loss_before)
         return _propose(view, target, Mode.KILL, Cause(kind=CauseKind.LOSS, nodes=_nodes(what.lost)), marks)
     if what.failed:
@@ -374,7 +389,7 @@ def _plan_pending(view: View, proposal: ProposalRecord, target: TargetRecord, no
     marks = not_ready_marks(view)
     what = fate(view)
     missing = what.lost or [identity for identity in proposal.members if identity not in view.present]
-    if missing and now < memory.no_loss_before:
+    if missing and not _believed(view, missing, now, memory):
         return Wait(why="members are missing after an etcd outage, giving them time to come back", until=memory.no_loss_before)
     able = {keyed.record.id for keyed in candidates(view, marks)}
     gone = [identity for identity in proposal.members if identity not in able]
@@ -389,6 +404,8 @@ def _plan_pending(view: View, proposal: ProposalRecord, target: TargetRecord, no
         wanted = choose(view, target, marks)
         if len(wanted) >= target.min_nodes:
             return _replace(view, proposal, target, mode, marks)
+        if view.active and not view.active.drained and not what.lost and not what.running:
+            return Drain(number=view.active.number)
         return Wait(why=f"{len(wanted)} of at least {target.min_nodes} nodes are here")
     hold = orphan_hold(view, proposal.members, now, memory, timing)
     if hold is not None:

@@ -6,6 +6,7 @@ Owns: the flock that lets a restarted agent know that its predecessor is dead (P
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -26,6 +27,12 @@ def default_state_dir() -> Path:
     return Path(base) / "elasticd" if base else Path(f"/tmp/elasticd-{os.getuid()}")  # noqa: S108  (0700, checked in NodeLock)
 
 
+def lock_path(directory: Path, cluster: str, job: str, node: str) -> Path:
+    """The lock file of one node of one job: readable names, cut to what a file name may hold, and a digest that tells any two apart."""
+    digest = hashlib.sha256(f"{cluster}/{job}/{node}".encode()).hexdigest()[:16]
+    return directory / f"{job[:64]}-{node[:64]}-{digest}.lock"
+
+
 class NodeLock:
     """Exclusive for (cluster, job, node) on this machine, held until closed or until the process ends.
 
@@ -37,7 +44,7 @@ class NodeLock:
     def __init__(self, directory: Path, cluster: str, job: str, node: str) -> None:
         for kind, name in (("cluster", cluster), ("job", job), ("node", node)):
             checked_name(kind, name)
-        self.path = directory / f"{cluster}--{job}--{node}.lock"
+        self.path = lock_path(directory, cluster, job, node)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = directory.stat()

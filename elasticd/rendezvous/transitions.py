@@ -55,6 +55,12 @@ def create_target(keys: JobKeys, target: TargetRecord) -> Txn:
     return Txn((Compare(key=keys.target, target=Target.CREATE, op="==", value=0),), (Put(key=keys.target, value=target.to_bytes()),))
 
 
+def reopen(keys: JobKeys, seen: KeyValue | None, target: TargetRecord) -> Txn:
+    """Start an ended job again, as long as nobody else wrote its target meanwhile; its budget is whole again."""
+    txn = write_target(keys, seen, target)
+    return Txn(txn.compares, (*txn.ops, Put(key=keys.budget, value=BudgetRecord(scope=keys.scope).to_bytes())))
+
+
 def write_target(keys: JobKeys, seen: KeyValue | None, target: TargetRecord) -> Txn:
     """Change the job's size, or reopen it, as long as nobody else did meanwhile."""
     compare = Compare(key=keys.target, target=Target.MOD, op="==", value=seen.mod_revision if seen else 0)
@@ -147,6 +153,21 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
     )
     return Txn(
         compares, (Put(key=keys.generation, value=record.to_bytes()), Put(key=keys.event(event.number, event.what), value=event.to_bytes()))
+    )
+
+
+def drain(keys: JobKeys, view: View) -> Txn:
+    """Put on record that every worker of the generation has stopped; no member may have changed since `view`."""
+    generation = view.generation
+    assert generation is not None  # plan drains only what has begun
+    record = generation.record.model_copy(update={"drained": True})
+    return Txn(
+        (
+            unchanged(keys.generation, generation),
+            unchanged(keys.proposal, view.proposal),
+            Compare(key=keys.members, prefix=True, target=Target.MOD, op="<", value=view.revision + 1),
+        ),
+        (Put(key=keys.generation, value=record.to_bytes()),),
     )
 
 

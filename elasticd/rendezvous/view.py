@@ -48,7 +48,8 @@ class Keyed(Generic[R_co]):
 class View:
     """One job at one revision.
 
-    A key that never existed is None. `problems` says what is wrong with a key; `damaged` holds its mod revision, 0 if it was removed.
+    A key that never existed is None. `problems` says what is wrong with a key; `damaged` holds its mod revision, 0 if it was removed;
+    `repairable` names those of which every write since the good value was seen, so that putting that back undoes no newer one.
     """
 
     revision: int
@@ -61,6 +62,7 @@ class View:
     events: tuple[EventRecord, ...] = ()
     problems: Mapping[str, str] = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
+    repairable: frozenset[str] = frozenset()
 
     @cached_property
     def present(self) -> Mapping[MemberId, Keyed[MemberRecord]]:
@@ -79,10 +81,12 @@ class View:
 
     @property
     def pending(self) -> Keyed[ProposalRecord] | None:
-        """The proposal, if it is newer than the generation."""
-        if self.proposal and self.proposal.record.number > self.number:
-            return self.proposal
-        return None
+        """The proposal, if it is newer than the generation, and not left over from before the job ended."""
+        if self.proposal is None or self.proposal.record.number <= self.number:
+            return None
+        if self.generation and self.generation.record.ended and self.proposal.mod_revision < self.generation.mod_revision:
+            return None
+        return self.proposal
 
     @property
     def active(self) -> GenerationRecord | None:
@@ -133,6 +137,8 @@ class Ledger:
         self._problems: dict[str, str] = {}
         self._damaged: dict[str, int] = {}
         self._created: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
+        self._followed: set[str] = set()
         self._view: View | None = None
 
     def known(self, keys: Sequence[str]) -> dict[str, int] | None:
@@ -148,6 +154,8 @@ class Ledger:
             return
         present = {item.key for item in listing.items}
         for key in [key for key in (*self._good, *self._problems) if key not in present]:
+            if self._damaged.get(key) != 0:
+                self._followed.discard(key)  # what happened to it before it went, nobody here saw
             self._forget(key)
         for item in listing.items:
             self._put(item)
@@ -182,6 +190,7 @@ class Ledger:
         if key in (self._keys.target, self._keys.proposal, self._keys.generation) and key in self._good:
             self._problems[key] = f"{key}: was removed"
             self._damaged[key] = 0
+            self._versions[key] = 0
             return
         self._good.pop(key, None)
         self._problems.pop(key, None)
@@ -189,6 +198,9 @@ class Ledger:
 
     def _put(self, item: KeyValue) -> None:
         self._created[item.key] = item.create_revision
+        if item.version not in (self._versions.get(item.key), self._versions.get(item.key, -1) + 1):
+            self._followed.discard(item.key)
+        self._versions[item.key] = item.version
         model = self._model(item.key)
         if model is None:
             self._problems[item.key] = f"{item.key}: not a key of this job's layout"
@@ -210,6 +222,7 @@ class Ledger:
         self._problems.pop(item.key, None)
         self._damaged.pop(item.key, None)
         self._good[item.key] = Keyed(record, item.create_revision, item.mod_revision, item.lease)
+        self._followed.add(item.key)
 
     def _model(self, key: str) -> type[Record] | None:
         if key.startswith(self._keys.members):
@@ -249,4 +262,5 @@ class Ledger:
             events=tuple(sorted(events, key=lambda event: event.number)),
             problems=MappingProxyType(dict(self._problems)),
             damaged=MappingProxyType(dict(self._damaged)),
+            repairable=frozenset(self._followed.intersection(self._damaged)),
         )

@@ -232,7 +232,7 @@ class Checker:
     def settled(self) -> str | None:
         """None if the job is where it belongs, else what is missing."""
         view = self.world.store.view()
-        if view.over:
+        if view.over or (view.target and self.world.expected_nodes() < view.target.record.min_nodes):
             return None
         if view.active is None:
             return "no generation is active" if not view.pending else f"proposal {view.pending.record.number} is pending"

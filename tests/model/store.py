@@ -38,9 +38,9 @@ class Lease:
 
 
 class VirtualEtcd:
-    """See the module. Whoever calls says what time it is by setting `now`; `on_write(key, deleted)` hears of every change."""
+    """See the module. Whoever calls says what time it is by setting `now`; `on_change(keys)` hears of every revision."""
 
-    def __init__(self, keys: JobKeys, on_write: Callable[[str, bool], None]) -> None:
+    def __init__(self, keys: JobKeys, on_change: Callable[[list[str]], None]) -> None:
         self.keys = keys
         self.now = 0.0
         self.up = True
@@ -48,7 +48,7 @@ class VirtualEtcd:
         self.items: dict[str, KeyValue] = {}
         self.leases: dict[int, Lease] = {}
         self.events: list[WatchEvent] = []
-        self._on_write = on_write
+        self._on_change = on_change
         self._next_lease = 100
         self._ledger = Ledger(keys)
         self._view = View(revision=0)
@@ -92,9 +92,9 @@ class VirtualEtcd:
                 self._put(op)
             else:
                 self._remove(op.key)
-        for op in txn.ops:
-            self._on_write(op.key, not isinstance(op, Put))
-        return self.revision
+        revision = self.revision
+        self._on_change([op.key for op in txn.ops])
+        return revision
 
     def _holds(self, compare: Compare) -> bool:
         holds = _OPERATORS[compare.op]
@@ -175,5 +175,4 @@ class VirtualEtcd:
         gone = sorted(lease.keys)
         for key in gone:
             self._remove(key)
-        for key in gone:
-            self._on_write(key, True)
+        self._on_change(gone)

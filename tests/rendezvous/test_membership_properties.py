@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from elasticd.rendezvous import transitions
-from elasticd.rendezvous.membership import Activate, Leave, Local, Memory, Propose, Report, Start, Stop, Timing, Wait, not_ready_marks, observe, plan, react
+from elasticd.rendezvous.membership import Activate, Drain, Leave, Local, Memory, Propose, Report, Start, Stop, Timing, Wait, not_ready_marks, observe, plan, react
 from elasticd.rendezvous.records import BudgetRecord, GenerationRecord, MemberId, MemberRecord, Outcome, ProposalRecord, Result, TargetRecord
 from elasticd.rendezvous.view import Ledger, View
 from tests.rendezvous.pretend import PretendStore
@@ -251,8 +251,15 @@ class Job:
         elif isinstance(decision, Activate):
             if self.store.txn(transitions.activate(KEYS, view, decision, agent.id, frozen_max=TIMING.frozen_max, at=self.now)):
                 self._check_generation(before, view, self.seen())
+        elif isinstance(decision, Drain):
+            assert self.idle(view.number), "drained while somebody trains"
+            self.store.txn(transitions.drain(KEYS, view))
         elif view.generation:
             self.store.txn(transitions.end(KEYS, view, decision, at=self.now))
+
+    def idle(self, number: int) -> bool:
+        """Whether nobody that can still be heard of runs the workers of this generation."""
+        return not any(agent.running == number for agent in self.agents.values() if agent.id in self.seen().present)
 
     # --- what must hold
 
