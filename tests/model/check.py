@@ -176,6 +176,9 @@ class Checker:
         return bool(outcome and outcome.generation == number and outcome.result is Result.FINISHED)
 
     def _ended(self, before: View, last: GenerationRecord, record: GenerationRecord) -> None:
+        if not last.ended and not record.ended and record == last.model_copy(update={"drained": True}):
+            self._drained(last)
+            return
         if last.ended or not record.ended:
             raise ViolationError("ended_wrongly", f"generation {record.number} goes from {last.state.value} to {record.state.value}")
         if record.ids != last.ids:
@@ -191,10 +194,13 @@ class Checker:
             if self.world.must_not_fail:
                 raise ViolationError("ended_wrongly", f"the budget was used up, and some nodes could have trained: {record.reason}")
         if record.drained:
-            for identity in last.ids:
-                agent = self.world.agent_of(identity)
-                if agent and agent.workers and agent.workers.number <= last.number:
-                    raise ViolationError("not_stopped", f"{record.number} ended as drained, and {identity} trains")
+            self._drained(last)
+
+    def _drained(self, last: GenerationRecord) -> None:
+        for identity in last.ids:
+            agent = self.world.agent_of(identity)
+            if agent and agent.workers and agent.workers.number <= last.number:
+                raise ViolationError("not_stopped", f"generation {last.number} is called drained, and {identity} trains")
 
     @staticmethod
     def _no_member_twice(ids: tuple[MemberId, ...]) -> None:
@@ -232,7 +238,9 @@ class Checker:
     def settled(self) -> str | None:
         """None if the job is where it belongs, else what is missing."""
         view = self.world.store.view()
-        if view.over or (view.target and self.world.expected_nodes() < view.target.record.min_nodes):
+        if view.over or (view.target and not view.target.record.run and view.generation is None):
+            return None
+        if view.target and self.world.expected_nodes() < view.target.record.min_nodes:
             return None
         if view.active is None:
             return "no generation is active" if not view.pending else f"proposal {view.pending.record.number} is pending"

@@ -146,16 +146,16 @@ def _fault(rng: Random, mix: Mix, kind: str, names: str, span: float) -> Fault:
 def schedule(world: World, scenario: Scenario) -> None:
     """Put the faults of a scenario into a world's future."""
     for fault in scenario.faults:
-        act = _doer(world, fault)
+        act = _doer(world, fault, calm=scenario.calm)
         if fault.on:
             world.triggers.setdefault(fault.on, []).append((fault.at, act))
         else:
             world.at(fault.at, act)
 
 
-def _doer(world: World, fault: Fault) -> Callable[[], None]:
+def _doer(world: World, fault: Fault, *, calm: bool) -> Callable[[], None]:
     def act() -> None:
-        if world.calm_since is None and fault.kind == "mass" and world.check.settled() is None and not world.trouble:
+        if calm and world.calm_since is None and world.check.settled() is None and not world.trouble:
             world.calm_since = world.now
         world.say("", f"** {fault.kind} {fault.node} {fault.other} {fault.seconds:g}")
         DO[fault.kind](world, fault)
@@ -310,7 +310,7 @@ def _slow(world: World, fault: Fault) -> None:
 
 def _scale(world: World, fault: Fault) -> None:
     known = world.store.view().target
-    if known and world.store.up:
+    if known and world.store.up and not world.store.view().over:
         wanted = world.rng.randint(known.record.min_nodes, known.record.max_nodes)
         world.store.txn(write_target(KEYS, world.store.items[KEYS.target], known.record.model_copy(update={"desired": wanted})))
 
