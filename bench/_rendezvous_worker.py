@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import json
 import logging
+import math
 import os
 import resource
 import select
@@ -32,6 +33,9 @@ from elasticd.rendezvous.membership import Leave, Stop, Timing
 
 CALL_TIMEOUT = 10.0
 """Seconds for one attempt: hundreds of members that share a core with etcd are slower than one on a machine of its own."""
+
+SHARE = 32
+"""Members that share one client and its one connection: with a client each, a thousand idle ones fill two cores."""
 
 STARTING = 4
 """Members that register at the same time in one process: more would only queue for its interpreter."""
@@ -68,14 +72,19 @@ class Order:
         """Where the job is kept."""
         return JobKeys("bench", self.job)
 
-    def member(self, index: int) -> Member:
+    @property
+    def kv(self) -> KVConfig:
+        """How to reach etcd."""
+        return KVConfig(endpoints=(self.endpoint,), call_timeout=CALL_TIMEOUT, one_connection=True)
+
+    def member(self, index: int, kv: EtcdKV) -> Member:
         """One of its members. Nobody forms before all are there: `min_nodes` is all."""
         config = MemberConfig(
             keys=self.keys,
             node=f"node-{index:04d}",
             address="127.0.0.1",
             slots=1,
-            kv=KVConfig(endpoints=(self.endpoint,), call_timeout=CALL_TIMEOUT),
+            kv=self.kv,
             min_nodes=self.size,
             max_nodes=self.size + 1,
             desired=self.size,
@@ -83,7 +92,7 @@ class Order:
             timing=Timing(ttl=self.ttl, ready_timeout=120.0, drain_timeout=120.0),
             state_dir=Path(self.folder),
         )
-        return Member(config)
+        return Member(config, kv=kv)
 
 
 class _Fleet:
@@ -95,8 +104,8 @@ class _Fleet:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._lock = threading.Lock()
-        self._members: list[Member] = []
         self._starting = threading.Semaphore(STARTING)
+        self._clients = [EtcdKV(order.kv) for _ in range(math.ceil(order.count / SHARE))]
 
     def go(self) -> None:
         """Start every member."""
@@ -110,17 +119,13 @@ class _Fleet:
 
     def stats(self) -> None:
         """What all clients here have counted so far, and what this process has used."""
-        with self._lock:
-            members = list(self._members)
-        self.say(stats=_total([_counted(member) for member in members]), cpu=time.process_time(), at=time.monotonic(), **_held())
+        self.say(stats=_total([client.stats for client in self._clients]), cpu=time.process_time(), at=time.monotonic(), **_held())
 
     def _live(self, index: int) -> None:
         try:
             with self._starting:
-                member = self._order.member(index)
+                member = self._order.member(index, self._clients[(index - self._order.first) // SHARE])
                 member.connect()
-                with self._lock:
-                    self._members.append(member)
                 member.start()
             self.say(registered=member.id.node, at=time.monotonic())
             self._train(member)
@@ -142,12 +147,6 @@ class _Fleet:
                 poll.poll()
                 member.drain_wake()
             member.report_stopped(generation.number)
-
-
-def _counted(member: Member) -> KVStats:
-    kv = member._kv  # noqa: SLF001 - a member does not show its client's counters
-    assert kv is not None  # connected
-    return kv.stats
 
 
 def _total(stats: list[KVStats]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from elasticd.rendezvous.config import MemberConfig
 from elasticd.rendezvous.member import Member
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elasticd.agent.agent import Finish
 
 log = structlog.get_logger("elasticd.agent")
@@ -45,6 +47,27 @@ def member_config(config: AgentConfig) -> MemberConfig:
     )
 
 
+class LeaveSignal:
+    """SIGTERM, SIGINT and SIGHUP ask this node to leave; one that comes before there is an agent waits for it."""
+
+    def __init__(self) -> None:
+        self._came = False
+        self._leave: Callable[[], None] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._came = True
+        if self._leave:
+            self._leave()
+
+    def reaches(self, leave: Callable[[], None]) -> None:
+        """Call `leave` for every signal from now on, and for an earlier one."""
+        self._leave = leave
+        if self._came:
+            leave()
+
+
 def run(config: AgentConfig) -> Finish:
     """Serve the job until it ends or this node leaves.
 
@@ -52,16 +75,21 @@ def run(config: AgentConfig) -> Finish:
         ElasticdError: it could not begin, or the membership was lost for good.
     """
     member = Member(member_config(config))
+    leave = LeaveSignal()
     try:
-        # What is wrong with etcd, files or names shows before torch has been imported, which takes seconds; registering waits until workers
-        # could be started, for the others stop theirs as soon as they see a newcomer.
+        # What is wrong with etcd, files or names shows before torch has been imported, which takes seconds. Registering waits until workers
+        # could be started, for the others stop theirs as soon as they see a newcomer; unless nobody trains, and the seconds can be shared.
         member.connect()
+        early = member.disturbs_nobody
+        if early:
+            member.start()
         from elasticd.agent.agent import JobAgent
         from elasticd.agent.launch import ExecLauncher
 
+        if not early:
+            member.start()
         agent = JobAgent(config, member, ExecLauncher())
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda _number, _frame: agent.leave())
+        leave.reaches(agent.leave)
         agent.run()
         if agent.finish is None:
             msg = "the agent ended without a result"

@@ -91,7 +91,7 @@ class JobAgent(SimpleElasticAgent):
 
     Args:
         config: what to run.
-        member: connected, not yet started.
+        member: registered.
         launcher: how workers are started.
     """
 
@@ -129,7 +129,6 @@ class JobAgent(SimpleElasticAgent):
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:  # noqa: ARG002 - torch's signature
         """Turn until the job has ended or this node has left."""
-        self._member.start()
         group = self._worker_group
         while self.finish is None:
             try:

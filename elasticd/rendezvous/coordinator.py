@@ -76,8 +76,9 @@ class Coordinator:
         self._say(decision)
         if isinstance(decision, Wait):
             return decision.until if decision.until is not None else float("inf")
-        if not self._send(self._txn(sight.view, decision, me)):
-            sight.load()  # somebody wrote first
+        self._send(self._txn(sight.view, decision, me))
+        # Done, or somebody wrote first. The watch would tell, but etcd serves one that has just begun only each 100 ms.
+        sight.load()
         return time.monotonic()
 
     def _await_own_write(self, sight: Sight) -> float:

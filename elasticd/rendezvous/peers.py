@@ -33,7 +33,7 @@ ASK_EVERY: Final = 1.0
 """Seconds between questions to a neighbour."""
 SILENT_AFTER: Final = 3.0
 """Seconds without an answer after which a peer counts as unreachable."""
-RETRY_AFTER: Final = 0.05
+RETRY_AFTER: Final = 0.01
 """Seconds between the two calls to a suspect."""
 FANOUT: Final = 3
 """Neighbours each agent asks: with up to four nodes everybody asks everybody."""

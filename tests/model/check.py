@@ -256,7 +256,7 @@ class Checker:
         assert view.target
         marks = not_ready_marks(view) if self.world.stuck_for_good else {}
         wanted = without_unreachable(candidates(view, marks))[: view.target.record.limit]
-        if len(wanted) >= view.target.record.min_nodes and len(view.active.ids) != len(wanted):
+        if len(wanted) >= view.target.record.min_nodes and len(view.active.ids) < len(wanted):
             return f"{len(view.active.ids)} nodes train, {len(wanted)} could"
         if self.world.expected_nodes() > len(view.members):
             return f"{len(view.members)} members, {self.world.expected_nodes()} nodes are well"
