@@ -622,6 +622,8 @@ def react(generation: GenerationRecord | None, proposal: ProposalRecord | None, 
         return Report(number=number) if local.stopped < number else Stay(why=f"waiting for generation {pending.number}")
     if generation and not generation.ended and local.id in generation.ids and local.stopped < number and number >= local.floor:
         return Start(number=number)
+    if generation and local.id.incarnation in generation.not_ready and local.stopped < number:
+        return Report(number=number)  # it was too late to be in it, and is left out until its key changes (PROTOCOL 13)
     return Stay(why="standing by")
 
 

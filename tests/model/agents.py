@@ -576,10 +576,7 @@ class Agent:
             return
         workers.stopping = mode
         luck = self.rng.random()
-        if mode is Mode.KILL:
-            takes = 0.2 * luck if luck < 0.9 else KILL_GRACE
-        else:
-            takes = luck if luck < 0.9 else STOP_GRACE
+        takes = (0.2 * luck if luck < 0.9 else KILL_GRACE) if mode is Mode.KILL else luck if luck < 0.9 else STOP_GRACE
         if self.world.now + takes < workers.ends_at:
             workers.ends_at = self.world.now + takes
             self.later("main", takes, self._workers_ended, number)
@@ -696,6 +693,9 @@ class Agent:
         """Nobody needs this leaver any more (PROTOCOL 18)."""
         view = self.view
         if not self.leaving or self.workers is not None:
+            return
+        proposed = view.pending is not None and self.id in view.pending.record.members
+        if proposed and self.rules.leaver_waits_for_proposal:
             return
         if view.active is None or self.id not in view.active.ids:
             self.world.left.add(self.id)

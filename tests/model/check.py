@@ -87,9 +87,7 @@ class Checker:
             if keyed is None:
                 if identity not in self.world.left:
                     return
-            elif keyed.record.outcome and keyed.record.outcome.generation == generation.number and keyed.record.outcome.result is Result.FAILED:
-                return
-            elif keyed.record.stopped >= generation.number and not pending and not self._finished(before, identity, generation.number):
+            elif (keyed.record.outcome and keyed.record.outcome.generation == generation.number and keyed.record.outcome.result is Result.FAILED) or (keyed.record.stopped >= generation.number and not pending and not self._finished(before, identity, generation.number)):
                 return
         # What the proposer saw may have been put right since: a key taken up again, say.
         if self.world.trouble:

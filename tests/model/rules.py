@@ -31,3 +31,4 @@ class Rules:
     frozen_stop: bool = True  # 15
     name_unreachable: bool = True  # 16
     leaver_stays: bool = True  # 18
+    leaver_waits_for_proposal: bool = True  # 18

@@ -90,8 +90,8 @@ def describe(broken: Walk) -> str:
     one = broken.scenario
     head = [
         f"seed {broken.seed}: {broken.text}",
-        f"mix {one.mix}, nodes {one.nodes} starting at {', '.join(f'{at:.2f}' for at in one.starts)}, at least {one.target.min_nodes}, "
-        f"at most {one.target.limit}, {one.target.max_restarts} restarts, {one.total} steps, {one.span:.1f} s",
+        (f"mix {one.mix}, nodes {one.nodes} starting at {', '.join(f'{at:.2f}' for at in one.starts)}, at least {one.target.min_nodes}, "
+        f"at most {one.target.limit}, {one.target.max_restarts} restarts, {one.total} steps, {one.span:.1f} s"),
         *(f"  {fault}" for fault in one.faults),
     ]
     return "\n".join([*head, *broken.lines])

@@ -13,7 +13,23 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from elasticd.rendezvous import transitions
-from elasticd.rendezvous.membership import Activate, Drain, Leave, Local, Memory, Propose, Report, Start, Stop, Timing, Wait, not_ready_marks, observe, plan, react
+from elasticd.rendezvous.membership import (
+    Activate,
+    Drain,
+    Leave,
+    Local,
+    Memory,
+    Propose,
+    Report,
+    Start,
+    Stop,
+    Timing,
+    Wait,
+    not_ready_marks,
+    observe,
+    plan,
+    react,
+)
 from elasticd.rendezvous.records import BudgetRecord, GenerationRecord, MemberId, MemberRecord, Outcome, ProposalRecord, Result, TargetRecord
 from elasticd.rendezvous.view import Ledger, View
 from tests.rendezvous.pretend import PretendStore
