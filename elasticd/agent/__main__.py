@@ -78,16 +78,13 @@ def run(config: AgentConfig) -> Finish:
     leave = LeaveSignal()
     try:
         # What is wrong with etcd, files or names shows before torch has been imported, which takes seconds. Registering waits until workers
-        # could be started, for the others stop theirs as soon as they see a newcomer; unless nobody trains, and the seconds can be shared.
+        # could be started: the others stop theirs as soon as they see a newcomer. And the import holds the interpreter for so long at a time
+        # that a short lease would not live through it (tried: generations formed and were given up before the first worker ran).
         member.connect()
-        early = member.disturbs_nobody
-        if early:
-            member.start()
         from elasticd.agent.agent import JobAgent
         from elasticd.agent.launch import ExecLauncher
 
-        if not early:
-            member.start()
+        member.start()
         agent = JobAgent(config, member, ExecLauncher())
         leave.reaches(agent.leave)
         agent.run()

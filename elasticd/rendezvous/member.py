@@ -122,12 +122,6 @@ class Member:
         self._wake.set()  # the first round at once
         self._thread.start()
 
-    @property
-    def disturbs_nobody(self) -> bool:
-        """Whether no generation trains as of now, so that registering early makes nobody stop and wait. To be asked after `connect`."""
-        self._seen.load()
-        return self._seen.view.active is None
-
     def next_assignment(self, timeout: float | None = None, give_up: Callable[[], bool] | None = None) -> Assignment | None:
         """Wait for a generation that holds this member.
 

@@ -54,6 +54,7 @@ class Agent:
         self.dead = False
         self.lives = 0
         self.id = self._identity()
+        self.held: list[tuple[str, Callable[..., None], tuple[Any, ...]]] = []
         self.hung_until = self.stuck_until = self.slow_until = self.second_until = 0.0
         # loop
         self.ledger = Ledger(KEYS)
@@ -126,8 +127,7 @@ class Agent:
         elif thread == "main" and self.stuck_until > blocked:
             blocked = self.stuck_until
         if blocked > now:
-            if blocked != float("inf"):
-                self.later(thread, blocked - now + 0.02 * self.rng.random(), what, *args)
+            self.held.append((thread, what, args))
             return
         try:
             what(*args)
@@ -145,6 +145,12 @@ class Agent:
                 self._rest(0.01)
             else:
                 self.later("loop", 0.1, self._take)
+
+    def release(self) -> None:
+        """The machine has woken up, or a thread no longer hangs: what it missed happens now, in the order in which it was due."""
+        held, self.held = self.held, []
+        for thread, what, args in held:
+            self.later(thread, 0.02 * self.rng.random(), what, *args)
 
     def _think(self) -> float:
         """Between a look and the write built on it."""

@@ -238,7 +238,7 @@ class Checker:
         view = self.world.store.view()
         if view.over or (view.target and not view.target.record.run and view.generation is None):
             return None
-        if view.target and self.world.expected_nodes() < view.target.record.min_nodes:
+        if self.world.expected_nodes() < (view.target.record if view.target else self.world.target).min_nodes:
             return None
         if view.active is None:
             return "no generation is active" if not view.pending else f"proposal {view.pending.record.number} is pending"

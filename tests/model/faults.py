@@ -108,7 +108,7 @@ def draw(seed: int, mix: str | None = None, *, nodes: tuple[int, int] | None = N
     low, high = nodes or what.nodes
     low, high = max(low, what.nodes[0]) if nodes is None else low, high
     names = "abcdefgh"[: rng.randint(low, high)]
-    minimum = what.minimum or rng.randint(1, max(1, len(names) - 1))
+    minimum = what.minimum or rng.randint(1, len(names))
     limit = len(names) if rng.random() < 0.8 else rng.randint(minimum, len(names))
     target = TargetRecord(scope=KEYS.scope, min_nodes=minimum, max_nodes=limit, desired=limit, max_restarts=rng.choice(what.budget))
     span = rng.uniform(*what.span)
@@ -201,6 +201,8 @@ def _wake(world: World, name: str) -> None:
         return
     node.woke_at = world.now
     world.say(name, "wakes up")
+    if node.agent:
+        node.agent.release()
     world.look_at_all()
 
 
@@ -272,15 +274,20 @@ def _hang(world: World, fault: Fault) -> None:
     agent = world.nodes[fault.node].agent
     if agent:
         agent.hung_until = world.now + fault.seconds
+        if fault.seconds < FOREVER:
+            world.at(fault.seconds, agent.release)
 
 
 def _stuck(world: World, fault: Fault) -> None:
-    """The main thread hangs: no worker is stopped. Only beside others, see NOT_MODELLED."""
+    """The main thread hangs: no worker is stopped. One at a time, and only beside others that train: see docs in `run` for what else would break."""
     agent = world.nodes[fault.node].agent
-    run = world.runs.get(agent.running) if agent and agent.running else None
-    if agent and run and len(run.record.members) > 1:
+    run = world.runs.get(agent.workers.number) if agent and agent.workers else None
+    alone = any(other.stuck_until > world.now for other in world.agents.values())
+    if agent and run and len(run.record.members) > 1 and not alone:
         world.trouble = True
         agent.stuck_until = world.now + fault.seconds
+        if fault.seconds < FOREVER:
+            world.at(fault.seconds, agent.release)
 
 
 def _leave(world: World, fault: Fault) -> None:
@@ -372,6 +379,7 @@ def heal(world: World, keep: frozenset[str]) -> None:
             if "stuck" not in keep:
                 agent.stuck_until = min(agent.stuck_until, world.now)
             agent.slow_until = agent.second_until = min(agent.slow_until, world.now)
+            agent.release()
     world.look_at_all()
     revive(world)
 
