@@ -2,6 +2,7 @@
 #
 #   PYTHON=python3.12        the interpreter the virtual environment is made from (3.11 or newer)
 #   ARGS="-k leases -x"      passed on to pytest
+#   SEEDS=0:5000000          which random walks of the protocol `make soak` runs
 #   PIP_ARGS="--index-url …" passed on to pip, to take torch from another place
 
 SHELL := /bin/bash
@@ -12,6 +13,7 @@ MAKEFLAGS += --no-builtin-rules
 
 PYTHON ?= python3
 ARGS ?=
+SEEDS ?= 0:2000000
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +22,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 BENCHES := $(filter-out bench/_%,$(sort $(wildcard bench/*.py)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: help setup run test test-gpu check bench clean distclean
+.PHONY: help setup run test test-gpu check soak bench clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -49,6 +51,9 @@ check: $(STAMP) ## ruff, mypy --strict, and the import arrows
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q -p no:randomly tests/test_arrows.py
+
+soak: $(STAMP) ## walk the protocol at random, millions of times: SEEDS=from:to
+	@$(BIN)/python -m tests.model.run --seeds $(SEEDS) --jobs $$(nproc) $(ARGS)
 
 bench: $(STAMP) ## run every bench in its quick form
 	@test -n '$(BENCHES)' || echo "there is no bench yet: none in bench/*.py"

@@ -185,8 +185,14 @@ def without_unreachable(members: Sequence[Keyed[MemberRecord]]) -> list[Keyed[Me
 
 
 def choose(view: View, target: TargetRecord, marks: Mapping[str, int]) -> tuple[MemberId, ...]:
-    """The members of the next generation, in rank order."""
-    return tuple(keyed.record.id for keyed in without_unreachable(candidates(view, marks))[: target.limit])
+    """The members of the next generation, in rank order.
+
+    If too few reach each other, all are tried: a report of who cannot be reached is as old as the generation that failed, and nobody writes
+    another while nothing forms, so that a network that has recovered would be waited for, for ever.
+    """
+    able = candidates(view, marks)
+    connected = without_unreachable(able)
+    return tuple(keyed.record.id for keyed in (connected if len(connected) >= target.min_nodes else able)[: target.limit])
 
 
 # --- what became of the generation's members ---------------------------------------------------------------------------
@@ -407,10 +413,18 @@ def _plan_pending(view: View, proposal: ProposalRecord, target: TargetRecord, no
         if view.active and not view.active.drained and not what.lost and not what.running:
             return Drain(number=view.active.number)
         return Wait(why=f"{len(wanted)} of at least {target.min_nodes} nodes are here")
+    if _apart(view, proposal) and choose(view, target, marks) != proposal.members:
+        return _replace(view, proposal, target, mode, marks)
     hold = orphan_hold(view, proposal.members, now, memory, timing)
     if hold is not None:
         return Wait(why="no member of the last generation is left: waiting until its workers must have stopped", until=hold)
     return _activate(view, proposal)
+
+
+def _apart(view: View, proposal: ProposalRecord) -> bool:
+    """Whether proposed members have said meanwhile that they cannot reach each other: what formed now would only fail again (PROTOCOL 16)."""
+    here = [view.present[identity] for identity in proposal.members]
+    return any(keyed.record.unreachable for keyed in here) and len(without_unreachable(here)) < len(here)
 
 
 def _replace(

@@ -591,7 +591,8 @@ class Agent:
         workers = self.workers
         if workers is None or workers.number != number or self.world.now < workers.ends_at - 1e-6:
             return
-        self._report(None)
+        looks = workers.stopping is Mode.KILL and not self.over and self.rules.killed_early_looks
+        self._report(None, self._broken_links(workers) if looks else ())
 
     def _report(self, outcome: Outcome | None, broken: tuple[str, ...] = ()) -> None:
         assert self.workers
@@ -619,13 +620,14 @@ class Agent:
             return
         self.world.failures += 1
         self.say(f"a worker of generation {number} fails: {why}")
-        early = self.world.now - workers.started_at <= self.timing.ready_timeout
-        broken = self._broken_links(number) if early and self.rules.name_unreachable else ()
-        self._report(Outcome(generation=number, result=Result.FAILED, detail=why), broken)
+        self._report(Outcome(generation=number, result=Result.FAILED, detail=why), self._broken_links(workers))
 
-    def _broken_links(self, number: int) -> tuple[str, ...]:
+    def _broken_links(self, workers: Workers) -> tuple[str, ...]:
+        """Whom this node cannot reach, if the generation did not last: why it failed may be there (PROTOCOL 16)."""
+        if self.world.now - workers.started_at > self.timing.ready_timeout or not self.rules.name_unreachable:
+            return ()
         found = []
-        for identity in self.world.runs[number].record.ids:
+        for identity in self.world.runs[workers.number].record.ids:
             peer = self.world.agent_of(identity)
             if identity != self.id and (peer is None or not self.world.reach(self.node, peer.node)):
                 found.append(identity.incarnation)
@@ -706,9 +708,10 @@ class Agent:
         if view.active is None or self.id not in view.active.ids:
             self.world.left.add(self.id)
             self.exit("left")
-        elif view.pending and view.target and len(view.pending.record.members) < view.target.record.min_nodes:
-            if view.active.drained or (view.pending.record.cause.kind is CauseKind.LOSS and not self.dirty):
-                self.exit("left")
+            return
+        short = view.pending and view.target and len(view.pending.record.members) < view.target.record.min_nodes
+        if view.pending and short and (view.active.drained or (view.pending.record.cause.kind is CauseKind.LOSS and not self.dirty)):
+            self.exit("left")
 
     def _conclude(self) -> None:
         if self.workers is None and self.over:

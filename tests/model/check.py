@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticd.rendezvous.membership import candidates, not_ready_marks, without_unreachable
-from elasticd.rendezvous.records import CauseKind, GenerationRecord, GenerationState, MemberId, Mode, ProposalRecord, Result
+from elasticd.rendezvous.records import CauseKind, GenerationRecord, GenerationState, MemberId, MemberRecord, Mode, ProposalRecord, Result
 from elasticd.rendezvous.view import View
 
 if TYPE_CHECKING:
@@ -87,8 +87,10 @@ class Checker:
             if keyed is None:
                 if identity not in self.world.left:
                     return
-            elif (keyed.record.outcome and keyed.record.outcome.generation == generation.number and keyed.record.outcome.result is Result.FAILED) or (keyed.record.stopped >= generation.number and not pending and not self._finished(before, identity, generation.number)):
+            elif self._said(keyed.record, generation.number, Result.FAILED):
                 return
+            elif keyed.record.stopped >= generation.number and not pending and not self._said(keyed.record, generation.number, Result.FINISHED):
+                return  # idle
         # What the proposer saw may have been put right since: a key taken up again, say.
         if self.world.trouble:
             return
@@ -167,11 +169,12 @@ class Checker:
         if record.resume is None or record.resume.order < (last.number, run.reached - 1):
             raise ViolationError("steps_lost", f"{last.number} reached step {run.reached}, {record.number} resumes {record.resume and record.resume.order}")
 
+    def _finished(self, view: View, identity: MemberId, number: int) -> bool:
+        return identity in view.present and self._said(view.present[identity].record, number, Result.FINISHED)
+
     @staticmethod
-    def _finished(view: View, identity: MemberId, number: int) -> bool:
-        keyed = view.present.get(identity)
-        outcome = keyed.record.outcome if keyed else None
-        return bool(outcome and outcome.generation == number and outcome.result is Result.FINISHED)
+    def _said(member: MemberRecord, number: int, result: Result) -> bool:
+        return bool(member.outcome and member.outcome.generation == number and member.outcome.result is result)
 
     def _ended(self, before: View, last: GenerationRecord, record: GenerationRecord) -> None:
         if not last.ended and not record.ended and record == last.model_copy(update={"drained": True}):

@@ -15,6 +15,17 @@ from tests.model.agents import Agent
 from tests.model.world import KEYS, TIMING, World
 
 FOREVER = 1e9
+NOT_MODELLED = """
+Narrow views: every member sees the whole job (`sight` shows most of them six keys), though only the coordinator and the deputy decide.
+A write whose answer was lost: `kv.client` reads back what became of it.
+Garbage and keys removed by hand: tests/rendezvous/test_membership_properties.py.
+Clock rates: all clocks run alike; rule 15 has two TTLs to spare.
+A main thread that hangs while nobody else's workers of its generation stop, or before it has started its own (see `_stuck`): its member goes on
+reporting for it, so that the others wait for workers that never come, or train beside those that nobody stops.
+A hung process that the watchdog of rule 6 does not end, and workers that outlive their agent.
+Where states are: an image can be fetched from whoever is named as its holder; checkpoints are on shared storage (rules 24, 25, 26).
+"""
+"""What the walks say nothing about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +116,7 @@ def draw(seed: int, mix: str | None = None, *, nodes: tuple[int, int] | None = N
     rng = Random(seed * 1_000_003 + 5)
     name = mix or rng.choice(GENERAL)
     what = mixes[name]
-    low, high = nodes or what.nodes
-    low, high = max(low, what.nodes[0]) if nodes is None else low, high
-    names = "abcdefgh"[: rng.randint(low, high)]
+    names = "abcdefgh"[: rng.randint(*(nodes or what.nodes))]
     minimum = what.minimum or rng.randint(1, len(names))
     limit = len(names) if rng.random() < 0.8 else rng.randint(minimum, len(names))
     target = TargetRecord(scope=KEYS.scope, min_nodes=minimum, max_nodes=limit, desired=limit, max_restarts=rng.choice(what.budget))
@@ -279,7 +288,7 @@ def _hang(world: World, fault: Fault) -> None:
 
 
 def _stuck(world: World, fault: Fault) -> None:
-    """The main thread hangs: no worker is stopped. One at a time, and only beside others that train: see docs in `run` for what else would break."""
+    """The main thread hangs: no worker is stopped. One at a time, and only beside others that train: see NOT_MODELLED."""
     agent = world.nodes[fault.node].agent
     run = world.runs.get(agent.workers.number) if agent and agent.workers else None
     alone = any(other.stuck_until > world.now for other in world.agents.values())

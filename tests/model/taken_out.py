@@ -6,7 +6,7 @@ Owns: the functions without the rule, made of the real ones; the mixes; the kind
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticd.kv.types import Target
@@ -163,63 +163,70 @@ def plan_resumes_what_it_can(view: View, now: float, memory: Memory, timing: Tim
 
 
 def _mix(weights: dict[str, float], **more: Any) -> Mix:
-    return replace(Mix(weights=weights), **more)
+    """Without an end of the job within the walk, unless asked for."""
+    return replace(Mix(weights=weights, finishes=0.0), **more)
 
 
 def _kinds(*kinds: str) -> frozenset[str]:
     return frozenset(kinds)
 
 
-ENDLESS = {"finishes": 0.0}
+APART = _mix(
+    {"part": 1}, count=(1, 1), keep=frozenset({"part"}), longest=FOREVER, nodes=(3, 4), minimum=1, budget=(3,), must_not_fail=True, together=0.0
+)
 TAKEN_OUT: tuple[TakenOut, ...] = (
     TakenOut(number="1", name="a restarted agent overwrites its key and is taken for the old one", rules=Rules(register=register_over, fresh_identity=False),
-             mix=_mix({"crash": 1, "power": 1}, count=(1, 3), minimum=1, together=0.2, **ENDLESS), kinds=_kinds("started_twice", "no_progress")),
-    TakenOut(number="4, exception", name="a lost key is never taken up again", rules=Rules(reattach=False), mix=MIXES["asleep"], kinds=_kinds("needless_restart")),
+             mix=_mix({"crash": 1, "power": 1}, count=(1, 3), minimum=1, together=0.2), kinds=_kinds("started_twice", "no_progress")),
+    TakenOut(number="4, exception", name="a lost key is never taken up again", rules=Rules(reattach=False), mix=MIXES["asleep"],
+             kinds=_kinds("needless_restart")),
     TakenOut(number="4, blindness", name="a loss is believed right after an outage", rules=Rules(blind_after_outage=False), mix=MIXES["asleep"],
              kinds=_kinds("needless_restart")),
     TakenOut(number="6, 8", name="a hung loop keeps its lease and nobody stands in", rules=Rules(lease_needs_loop=False, deputy=False),
              mix=replace(MIXES["hung"], weights={"hang": 2, "crash": 1, "fail": 1}, count=(2, 4)), kinds=_kinds("no_progress")),
     TakenOut(number="9, kill", name="a leaver makes a kill of an agreed stop", rules=Rules(plan=plan_kills_for_a_leaver),
-             mix=_mix({"leave": 2, "join": 1}, together=0.8, count=(2, 5), **ENDLESS), kinds=_kinds("kill_without_need")),
+             mix=_mix({"leave": 2, "join": 1}, together=0.8, count=(2, 5)), kinds=_kinds("kill_without_need")),
     TakenOut(number="9, agreed", name="an agreed stop waits for ever", rules=Rules(plan=plan_never_escalates),
-             mix=_mix({"crash": 3, "stuck": 1, "leave": 1, "join": 1}, together=0.8, keep=frozenset({"stuck"}), longest=FOREVER, nodes=(3, 4), minimum=1, **ENDLESS),
+             mix=_mix({"crash": 3, "stuck": 1, "leave": 1, "join": 1}, together=0.8, keep=frozenset({"stuck"}), longest=FOREVER, nodes=(3, 4), minimum=1),
              kinds=_kinds("no_progress")),
     TakenOut(number="11, reason", name="a worker's crash is no reason to propose", rules=Rules(plan=plan_sees_keys_only),
-             mix=_mix({"fail": 1}, count=(1, 2), together=0.0, **ENDLESS), kinds=_kinds("no_progress")),
+             mix=_mix({"fail": 1}, count=(1, 2), together=0.0), kinds=_kinds("no_progress")),
     TakenOut(number="11, report", name="who never started does not report", rules=Rules(react=react_without_report),
-             mix=_mix({"crash": 1, "fail": 1}, count=(1, 3), nodes=(3, 4), **ENDLESS), kinds=_kinds("no_progress")),
+             mix=_mix({"crash": 1, "fail": 1}, count=(1, 3), nodes=(3, 4)), kinds=_kinds("no_progress")),
     TakenOut(number="12, old members", name="only the proposed are waited for", rules=Rules(plan=plan_awaits_the_proposed_only),
-             mix=_mix({"leave": 2, "join": 1, "slow": 1}, count=(2, 5), **ENDLESS), kinds=_kinds("not_stopped")),
+             mix=_mix({"leave": 2, "join": 1, "slow": 1}, count=(2, 5)), kinds=_kinds("not_stopped")),
     TakenOut(number="12, range", name="activate without the range compare", rules=Rules(activate=activate_without_range),
-             mix=_mix({"leave": 2, "crash": 2, "slow": 2, "second": 2}, count=(3, 6), together=0.8, **ENDLESS), kinds=_kinds("stale_member", "not_stopped")),
+             mix=_mix({"leave": 2, "crash": 2, "slow": 2, "second": 2}, count=(3, 6), together=0.8), kinds=_kinds("stale_member", "not_stopped")),
     TakenOut(number="13", name="nobody is ever marked not ready", rules=Rules(plan=plan_waits_for_the_late),
-             mix=_mix({"stuck": 2, "fail": 1, "crash": 1}, keep=frozenset({"stuck"}), longest=FOREVER, nodes=(3, 4), minimum=1, together=0.0, **ENDLESS),
+             mix=_mix({"stuck": 2, "fail": 1, "crash": 1}, keep=frozenset({"stuck"}), longest=FOREVER, nodes=(3, 4), minimum=1, together=0.0),
              kinds=_kinds("no_progress")),
     TakenOut(number="14", name="workers start by a cached view", rules=Rules(look_before_start=False),
-             mix=_mix({"pause": 2, "slow": 2, "cut": 2, "second": 1}, together=0.9, count=(2, 5), minimum=1, **ENDLESS), kinds=_kinds("stale_start", "both_train")),
+             mix=_mix({"pause": 2, "slow": 2, "cut": 2, "second": 1}, together=0.9, count=(2, 5), minimum=1), kinds=_kinds("stale_start", "both_train")),
     TakenOut(number="15, hold", name="a new generation does not wait for unseen workers", rules=Rules(plan=plan_without_hold),
-             mix=_mix({"cut": 1}, count=(1, 2), minimum=1, together=0.3, **ENDLESS), kinds=_kinds("both_train")),
+             mix=_mix({"cut": 1}, count=(1, 2), minimum=1, together=0.3), kinds=_kinds("both_train")),
     TakenOut(number="15, freeze", name="workers go on for ever without etcd", rules=Rules(frozen_stop=False),
-             mix=replace(MIXES["alone"]), kinds=_kinds("both_train")),
+             mix=MIXES["alone"], kinds=_kinds("both_train")),
     TakenOut(number="16", name="nobody says whom it cannot reach", rules=Rules(name_unreachable=False),
-             mix=_mix({"part": 1}, count=(1, 1), keep=frozenset({"part"}), longest=FOREVER, nodes=(2, 4), minimum=1, budget=(3,), must_not_fail=True, together=0.0, **ENDLESS),
+             mix=APART,
+             kinds=_kinds("ended_wrongly")),
+    TakenOut(number="16, killed", name="only who failed first says whom it cannot reach", rules=Rules(killed_early_looks=False),
+             mix=APART,
              kinds=_kinds("ended_wrongly")),
     TakenOut(number="18", name="a leaver takes its key along at once", rules=Rules(leaver_stays=False),
-             mix=_mix({"leave": 1}, count=(1, 2), together=0.0, **ENDLESS), kinds=_kinds("kill_without_need")),
+             mix=_mix({"leave": 1}, count=(1, 2), together=0.0), kinds=_kinds("kill_without_need")),
     TakenOut(number="18, proposed", name="a leaver goes while it is proposed", rules=Rules(leaver_waits_for_proposal=False),
-             mix=_mix({"leave": 2, "join": 1}, together=0.9, start_within=12.0, **ENDLESS), kinds=_kinds("kill_without_need"), within=4000),
+             mix=_mix({"leave": 2, "join": 1}, together=0.9, start_within=12.0), kinds=_kinds("kill_without_need"), within=4000),
     TakenOut(number="19, pending", name="a pending join goes on when all have finished", rules=Rules(plan=plan_ignores_the_finished),
              mix=_mix({"join": 1, "leave": 1, "slow": 2}, finishes=1.0, together=0.5, start_within=12.0), kinds=_kinds("finished_restarts")),
     TakenOut(number="19, planned", name="a join is proposed although somebody has finished", rules=Rules(plan=plan_joins_the_finished),
              mix=_mix({"join": 1, "leave": 1, "slow": 1}, finishes=1.0, together=0.5, start_within=12.0), kinds=_kinds("finished_restarts")),
     TakenOut(number="21", name="states are compared by step alone", rules=Rules(plan=plan_goes_by_steps),
-             mix=_mix({"cut": 3, "pause": 1, "crash": 2}, count=(2, 6), minimum=1, **ENDLESS), kinds=_kinds("resume_behind_commit", "steps_lost"), within=4000),
+             mix=_mix({"cut": 3, "pause": 1, "crash": 2}, count=(2, 6), minimum=1), kinds=_kinds("resume_behind_commit", "steps_lost"), within=4000),
     TakenOut(number="22", name="the resume point may be older than the committed one", rules=Rules(plan=plan_resumes_what_it_can),
-             mix=_mix({"crash": 3, "cut": 1}, count=(2, 5), minimum=1, **ENDLESS), kinds=_kinds("resume_behind_commit")),
+             mix=_mix({"crash": 3, "cut": 1}, count=(2, 5), minimum=1), kinds=_kinds("resume_behind_commit")),
     TakenOut(number="23, generation", name="commit without the generation compare", rules=Rules(commit=commit_without_generation),
-             mix=_mix({"slow": 2, "crash": 2, "join": 1, "pause": 1}, together=0.7, count=(3, 6), **ENDLESS), kinds=_kinds("stale_commit")),
+             mix=_mix({"slow": 2, "crash": 2, "join": 1, "pause": 1}, together=0.7, count=(3, 6)), kinds=_kinds("stale_commit")),
     TakenOut(number="23, greater", name="commit to an older one", rules=Rules(commit=commit_anything),
-             mix=_mix({"slow": 2, "second": 1}, count=(2, 4), **ENDLESS), kinds=_kinds("commit_falls")),
+             mix=_mix({"slow": 2, "second": 1}, count=(2, 4)), kinds=_kinds("commit_falls")),
     TakenOut(number="12, 23 checkpoint", name="activate without the checkpoint compare", rules=Rules(activate=activate_without_checkpoint),
-             mix=_mix({"slow": 2, "crash": 2, "second": 1, "fail": 1}, together=0.7, count=(3, 6), **ENDLESS), kinds=_kinds("resume_behind_commit"), within=6000),
+             mix=_mix({"slow": 2, "crash": 2, "second": 1, "fail": 1}, together=0.7, count=(3, 6)), kinds=_kinds("resume_behind_commit"), within=6000),
 )  # fmt: skip
