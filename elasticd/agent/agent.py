@@ -284,7 +284,9 @@ class JobAgent(SimpleElasticAgent):
                 deadline = min(deadline, time.monotonic() + self._grace(Mode.KILL))
             self._wait(current, min(CHECK_EVERY, deadline - time.monotonic()))
         current.workers.stop(0.0, signal.SIGKILL)
-        self._report(current, None, why=directive.why)
+        # Who failed first is often a bystander: those at the two ends of a broken link hang in it, and are killed.
+        killed = isinstance(directive, Stop) and directive.mode is Mode.KILL
+        self._report(current, None, why=directive.why, broken=self._broken_links(current) if killed else ())
 
     def _grace(self, mode: Mode) -> float:
         return self._config.stop_grace if mode is Mode.AGREED_STOP else self._config.kill_grace

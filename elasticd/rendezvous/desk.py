@@ -162,7 +162,12 @@ class Desk:
     def _may_go(self) -> bool:
         """Whether nobody needs this leaver any more (PROTOCOL 18)."""
         view = self._view
-        if self._over or self._fatal or view is None or view.active is None or self._me not in view.active.ids:
+        if self._over or self._fatal or view is None:
+            return True
+        own = view.present.get(self._me) if self._me else None
+        if (own and not own.record.leaving) or (view.pending and self._me in view.pending.record.members):
+            return False  # a generation may still be formed with us in it: its activation would not see our key go
+        if view.active is None or self._me not in view.active.ids:
             return True
         if not view.pending or not view.target or len(view.pending.record.members) >= view.target.record.min_nodes:
             return False

@@ -34,7 +34,9 @@ ASK_EVERY: Final = 1.0
 SILENT_AFTER: Final = 3.0
 """Seconds without an answer after which a peer counts as unreachable."""
 RETRY_AFTER: Final = 0.01
-"""Seconds between the two calls to a suspect."""
+"""Seconds between the two calls to a suspect that refuses."""
+HUNG_UP_PAUSE: Final = 0.05
+"""Seconds before calling somebody again who hung up without a word."""
 FANOUT: Final = 3
 """Neighbours each agent asks: with up to four nodes everybody asks everybody."""
 _MAX_LINE: Final = 64
@@ -316,7 +318,10 @@ class PeerMonitor:
             self._died(peer, "refused twice")
             return
         # At once only after a connection that worked: a network that is down, or somebody who hangs up on us, would keep us spinning.
-        pause = 0.0 if met and heard else RETRY_AFTER if met or refused else ASK_EVERY
+        if met:
+            pause = 0.0 if heard else HUNG_UP_PAUSE
+        else:
+            pause = RETRY_AFTER if refused else ASK_EVERY
         peer.next_ask = time.monotonic() + pause
 
     def _died(self, peer: _Peer, why: str) -> None:

@@ -70,6 +70,7 @@ def test_all_of_etcd_gone_for_60_seconds(server: Server, make_nodes: MakeNodes) 
 def test_etcd_and_a_peer_gone_stops_the_workers(server: Server, make_nodes: MakeNodes) -> None:
     """Without etcd, and with a peer out of reach too, somebody else may go on: the workers are stopped after the lease, and resume when etcd is back."""
     nodes = train_two(make_nodes, [server.endpoint])
+    (old,) = nodes.workers("b")
     server.kill()
     nodes.await_(lambda: nodes.events("a", "etcd_unreachable"), "a word about etcd")
     stopped = nodes.silence("b")
@@ -80,7 +81,7 @@ def test_etcd_and_a_peer_gone_stops_the_workers(server: Server, make_nodes: Make
     nodes.stepping(1, after=at)
     nodes.wake(stopped)
     nodes.stepping(2, after=now())
-    nodes.never_two_worlds()
+    nodes.never_two_worlds(woken=old)
 
 
 @pytest.mark.timeout(150)

@@ -75,6 +75,7 @@ class Agent:
         self.written = 0
         self.round_at = float("inf")
         self.token = 0
+        self.thinking = self.woken = False
         # coordinator
         self.memory = Memory()
         self.seen = View(revision=0)
@@ -160,7 +161,10 @@ class Agent:
         return 0.0 if luck < 0.5 else 0.05 * self.rng.random() if luck < 0.95 else self.rng.uniform(0.2, 2.0)
 
     def _rest(self, delay: float) -> None:
-        """Turn the loop again in `delay` seconds at the latest."""
+        """Turn the loop again in `delay` seconds at the latest; one that is in the middle of a round finishes it first."""
+        if self.thinking:
+            self.woken = True
+            return
         when = self.world.now + delay
         if when >= self.round_at - 1e-9 and self.round_at > self.world.now:
             return
@@ -324,15 +328,18 @@ class Agent:
         self.looked = self._look()
         pause = self._think()
         if pause:
-            self.round_at = self.world.now + pause
-            self.later("loop", pause, self._act, token)
+            self.thinking = True
+            self.later("loop", pause, self._act)
         else:
-            self._act(token)
+            self._act()
 
-    def _act(self, token: int) -> None:
-        if token != self.token or self.registering:
+    def _act(self) -> None:
+        self.thinking = False
+        if self.registering:
             return
-        self.round_at = float("inf")
+        if self.woken:
+            self.woken = False
+            self._rest(0.01)
         self.ticked_at = self.world.now
         own = self.looked.members.get(self.node.name)
         if not (own and own.record.id == self.id and own.lease == self.lease and not self.lease_gone):
@@ -702,8 +709,9 @@ class Agent:
         view = self.view
         if not self.leaving or self.workers is not None:
             return
-        proposed = view.pending is not None and self.id in view.pending.record.members
-        if proposed and self.rules.leaver_waits_for_proposal:
+        own = view.present.get(self.id)
+        counted_on = (own and not own.record.leaving) or (view.pending and self.id in view.pending.record.members)
+        if counted_on and self.rules.leaver_waits_for_proposal:
             return
         if view.active is None or self.id not in view.active.ids:
             self.world.left.add(self.id)

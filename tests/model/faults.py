@@ -63,7 +63,7 @@ class Mix:
     count: tuple[int, int] = (2, 7)
     nodes: tuple[int, int] = (2, 4)
     minimum: int = 0
-    budget: tuple[int, ...] = (3, 30)
+    budget: tuple[int, ...] = (0, 1, 3, 30)
     finishes: float = 0.4
     keep: frozenset[str] = frozenset()
     calm: bool = False
@@ -105,10 +105,11 @@ MIXES: dict[str, Mix] = {
     "end": Mix(weights={"cut": 2, "crash": 2, "join": 3, "leave": 2, "slow": 2, "pause": 1, "mass": 1, "second": 1}, finishes=1.0, count=(1, 4), span=(8, 20)),
     "planned": Mix(weights={"leave": 3, "join": 3, "scale": 2, "slow": 1}, together=0.6),
     "asleep": Mix(weights={"mass": 1}, count=(1, 1), nodes=(2, 4), calm=True, finishes=0.0, together=0.0, span=(14, 14), start_within=0.3),
+    "again": Mix(weights={"reopen": 4, "stop": 1, "fail": 2, "cut": 2, "crash": 1, "pause": 1, "slow": 1, "power": 1}, count=(3, 8), finishes=0.6),
     "hung": Mix(weights={"hang": 1}, count=(1, 1), keep=frozenset({"hang"}), longest=FOREVER, nodes=(3, 4), minimum=1, finishes=0.0, span=(8, 20)),
     "alone": Mix(weights={"cut": 1}, count=(1, 2), nodes=(2, 3), minimum=1, finishes=0.0, keep=frozenset({"cut"}), longest=FOREVER, together=0.3),
 }
-GENERAL = ("all", "all", "all", "gentle", "storm", "loss", "apart", "stale", "end", "planned", "asleep", "hung", "alone")
+GENERAL = ("all", "all", "all", "gentle", "storm", "loss", "apart", "stale", "end", "planned", "asleep", "hung", "alone", "again")
 
 
 def draw(seed: int, mix: str | None = None, *, nodes: tuple[int, int] | None = None, mixes: Mapping[str, Mix] = MIXES) -> Scenario:
@@ -145,6 +146,8 @@ def _fault(rng: Random, mix: Mix, kind: str, names: str, span: float) -> Fault:
     elif kind == "mass":
         seconds = rng.uniform(ttl + 0.5, ttl + 3.0)
     on = rng.choice(("proposal", "generation", "checkpoint", "finish")) if rng.random() < mix.together else ""
+    if kind == "reopen":
+        on = "end"
     at = rng.uniform(6.0, 8.0) if mix.calm else rng.random() * span * 0.8
     return Fault(round(at, 2), kind, node, round(seconds, 2), other if kind == "part" else "", on)
 

@@ -30,6 +30,6 @@ class Rules:
     look_before_start: bool = True  # 14
     frozen_stop: bool = True  # 15
     name_unreachable: bool = True  # 16
-    killed_early_looks: bool = True  # 16: and not only who failed first
+    killed_early_looks: bool = True  # 16: and not only who failed first (agent.agent does not yet)
     leaver_stays: bool = True  # 18
-    leaver_waits_for_proposal: bool = True  # 18
+    leaver_waits_for_proposal: bool = True  # 18 (desk does not yet)

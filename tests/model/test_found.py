@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from elasticd.rendezvous.desk import Desk
 from elasticd.rendezvous.membership import Activate, Local, Propose, Report, Stay, choose, plan, react
-from elasticd.rendezvous.records import Mode
+from elasticd.rendezvous.records import CauseKind, Mode
 from tests.rendezvous.world import LONG_AGO, NOW, TIMING, generation, member, mid, nodes, proposal, target, view
 
 pytestmark = pytest.mark.timeout(30)
@@ -38,3 +39,26 @@ def test_a_broken_link_that_is_reported_while_a_proposal_is_pending_changes_it()
     decision = plan(seen, NOW, LONG_AGO, TIMING)
     assert isinstance(decision, Propose)
     assert (nodes(decision.members), decision.mode, decision.charge, decision.counted) == (["a", "b"], Mode.KILL, 0, True)
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["proposed", "its word not in yet"])
+def test_a_leaver_stays_while_others_may_count_on_it(heard: bool) -> None:
+    """Before the first generation, or as a newcomer: its deleted key is not seen by activate, and what forms then has lost a member (PROTOCOL 18)."""
+    pending = proposal(1, "ab", kind=CauseKind.FORM) if heard else None
+    desk = Desk("job", lambda: None)
+    try:
+        desk.ask_to_leave()
+        desk.note(view(member("a", 1), member("b", 2, leaving=heard), proposal=pending), mid("b"))
+        assert not desk.wait_left(0.0)
+    finally:
+        desk.close()
+
+
+def test_a_leaver_that_nobody_counts_on_goes() -> None:
+    desk = Desk("job", lambda: None)
+    try:
+        desk.ask_to_leave()
+        desk.note(view(member("a", 1), member("b", 2, leaving=True), generation=generation(1, "a")), mid("b"))
+        assert desk.wait_left(0.0)
+    finally:
+        desk.close()

@@ -144,6 +144,8 @@ class World:
         for agent in list(self.agents.values()):
             if agent.watches(keys):
                 agent.hear()
+        if view.over and KEYS.generation in keys:
+            self._fire("end")
         for name, key in (("proposal", KEYS.proposal), ("generation", KEYS.generation), ("checkpoint", KEYS.checkpoint)):
             if key in keys:
                 self._fire(name)
