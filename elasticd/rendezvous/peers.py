@@ -318,10 +318,8 @@ class PeerMonitor:
             self._died(peer, "refused twice")
             return
         # At once only after a connection that worked: a network that is down, or somebody who hangs up on us, would keep us spinning.
-        if met:
-            pause = 0.0 if heard else HUNG_UP_PAUSE
-        else:
-            pause = RETRY_AFTER if refused else ASK_EVERY
+        after_meeting = 0.0 if heard else HUNG_UP_PAUSE
+        pause = after_meeting if met else RETRY_AFTER if refused else ASK_EVERY
         peer.next_ask = time.monotonic() + pause
 
     def _died(self, peer: _Peer, why: str) -> None:
