@@ -6,7 +6,8 @@ Owns: how a log line looks and where it goes. Must not: decide what is worth log
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, TextIO, cast
 
 import structlog
 
@@ -14,6 +15,21 @@ from elasticd.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+class _Unfailing:
+    """A file that drops what it cannot take: a full disk must not end the thread that keeps a job together."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._file.flush()
 
 
 def log_to_file(path: Path, *, level: int = logging.INFO, **fixed: str) -> None:
@@ -41,6 +57,6 @@ def log_to_file(path: Path, *, level: int = logging.INFO, **fixed: str) -> None:
             structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(file=file),
+        logger_factory=structlog.WriteLoggerFactory(file=cast("TextIO", _Unfailing(file))),
         cache_logger_on_first_use=False,
     )
