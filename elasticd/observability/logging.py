@@ -32,10 +32,13 @@ class _Unfailing:
             self._file.flush()
 
 
-def log_to_file(path: Path, *, level: int = logging.INFO, **fixed: str) -> None:
+def log_to_file(path: Path, *, level: int = logging.INFO, **fixed: str) -> TextIO:
     """Append every structlog line of this process to `path`, one JSON object each, with `fixed` fields in all of them.
 
     Fields of every line: `event`, `level`, `timestamp` (RFC 3339, UTC).
+
+    Returns:
+        The open file, to be closed by a caller that outlives its logging.
 
     Raises:
         UsageError: the file cannot be written.
@@ -60,3 +63,4 @@ def log_to_file(path: Path, *, level: int = logging.INFO, **fixed: str) -> None:
         logger_factory=structlog.WriteLoggerFactory(file=cast("TextIO", _Unfailing(file))),
         cache_logger_on_first_use=False,
     )
+    return file
