@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from elasticd.errors import KVUnavailableError, UsageError
 from elasticd.kv.types import KVConfig, TLSFiles
+from elasticd.rendezvous.address import address_on_the_way_to
 from elasticd.rendezvous.keys import checked_name
 
 if TYPE_CHECKING:
@@ -218,12 +219,8 @@ def address_towards(endpoint: str) -> str:
     Raises:
         KVUnavailableError: the host's name does not resolve, or no route leads there.
     """
-    host, _, port = endpoint.rpartition(":")
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
+        return address_on_the_way_to(endpoint)
     except OSError as error:
         raise KVUnavailableError(f"no way to {endpoint}: {error.strerror}", remedy="check --etcd, or give --address") from None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from elasticd.errors import UsageError
+from elasticd.rendezvous.address import address_on_the_way_to
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
@@ -95,12 +96,8 @@ def address_towards(endpoint: str) -> str:
     Raises:
         UsageError: the host is unknown.
     """
-    host, _, port = endpoint.rpartition(":")
     try:
-        family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect(target)  # sends nothing: a datagram socket only looks up its route
-            return str(sock.getsockname()[0])
+        return address_on_the_way_to(endpoint)
     except (OSError, ValueError) as error:
         msg = f"cannot find the way to etcd endpoint {endpoint!r}: {error}"
         raise UsageError(msg, remedy="give --local-addr (torchrun) or --address, and check the endpoint") from None

@@ -235,8 +235,9 @@ def fate(view: View) -> Fate:
 
 
 def _condition(member: MemberRecord, number: int) -> str:
-    if member.outcome and member.outcome.generation == number:
-        return member.outcome.result.value
+    result = reported_result(member, number)
+    if result:
+        return result.value
     return "idle" if member.stopped >= number else "running"
 
 
