@@ -36,9 +36,11 @@ from elasticd.errors import RefusedError
 from elasticd.rendezvous.handler import EtcdRendezvousHandler, serve_store
 from elasticd.rendezvous.membership import Directive, Leave, Stop
 from elasticd.rendezvous.peers import neighbours, unreachable
-from elasticd.rendezvous.records import GenerationRecord, GenerationState, Mode, Outcome, Result
+from elasticd.rendezvous.records import GenerationRecord, GenerationState, MemberId, Mode, Outcome, Result
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it without saying so
 
     from elasticd.agent.config import AgentConfig
@@ -286,7 +288,7 @@ class JobAgent(SimpleElasticAgent):
         current.workers.stop(0.0, signal.SIGKILL)
         # Who failed first is often a bystander: those at the two ends of a broken link hang in it, and are killed.
         killed = isinstance(directive, Stop) and directive.mode is Mode.KILL
-        self._report(current, None, why=directive.why, broken=self._broken_links(current) if killed else ())
+        self._report(current, None, why=directive.why, broken=self._broken_links(current, directive.staying) if killed else ())
 
     def _grace(self, mode: Mode) -> float:
         return self._config.stop_grace if mode is Mode.AGREED_STOP else self._config.kill_grace
@@ -304,13 +306,16 @@ class JobAgent(SimpleElasticAgent):
         outcome = Outcome(generation=current.number, result=Result.FAILED, detail=detail[:2000])
         self._report(current, outcome, why=detail, broken=self._broken_links(current))
 
-    def _broken_links(self, current: _Running) -> tuple[str, ...]:
-        """Whom this node cannot reach, if its workers failed before they can have got far: a formation that fails has its cause there."""
+    def _broken_links(self, current: _Running, staying: Collection[MemberId] | None = None) -> tuple[str, ...]:
+        """Whom this node cannot reach, if its workers failed before they can have got far: a formation that fails has its cause there.
+
+        Those who are not to stay are not asked: a silent node, lost already, would cost the others the whole time limit.
+        """
         generation = current.assignment.generation
         if time.monotonic() - current.started_at > self._config.ready_timeout or len(generation.members) == 1:
             return ()
         me = self._member.id
-        others = [member for member in generation.members if member.id != me]
+        others = [member for member in generation.members if member.id != me and (staying is None or member.id in staying)]
         asked = others if len(others) < PROBE_ALL_UP_TO else neighbours(generation, me)
         return tuple(identity.incarnation for identity in unreachable(asked))
 

@@ -583,11 +583,16 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """Stop the workers of `number`."""
+    """Stop the workers of `number`.
+
+    Attributes:
+        staying: who is to be in the next generation, where a proposal says so.
+    """
 
     number: int
     mode: Mode
     why: str
+    staying: tuple[MemberId, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -627,7 +632,7 @@ def react(generation: GenerationRecord | None, proposal: ProposalRecord | None, 
     pending = proposal if proposal and proposal.number > number else None
     if local.running is not None:
         if pending and local.running < pending.number:
-            return Stop(number=local.running, mode=pending.mode, why=str(pending.cause))
+            return Stop(number=local.running, mode=pending.mode, why=str(pending.cause), staying=pending.members)
         if local.running < number:
             return Stop(number=local.running, mode=Mode.KILL, why=f"generation {number} formed without this node")
         if generation and generation.ended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.timeout(150)
 
 def formed(nodes: Nodes, node: str) -> list[dict[str, Any]]:
     return nodes.events(node, "generation_formed")
+
+
+def took(nodes: Nodes, node: str, first: str, last: str) -> float:
+    """Seconds from the newest `first` in a node's log to the newest `last`."""
+    begin, end = (datetime.fromisoformat(nodes.events(node, name)[-1]["timestamp"]) for name in (first, last))
+    return (end - begin).total_seconds()
 
 
 @pytest.fixture
@@ -91,6 +98,7 @@ def test_a_silent_node_is_left_behind_and_its_waking_disturbs_nobody(two: Nodes)
     stopped = two.silence("b")
     alone = two.stepping(1, after=at)
     assert alone < 2 + 0.6 + 15, "lease TTL, its expiry, and a start"
+    assert took(two, "a", "directive", "workers_stopped") < 0.7, "no answer of the silent node is waited for: that would be 1 s"
     woken = now()
     two.wake(stopped)
     two.await_(lambda: not alive(old), "the end of the woken node's old worker", within=10)

@@ -6,7 +6,7 @@ on it. What is decided, and what is written, comes from the real functions by wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -599,7 +599,8 @@ class Agent:
         if workers is None or workers.number != number or self.world.now < workers.ends_at - 1e-6:
             return
         looks = workers.stopping is Mode.KILL and not self.over and self.rules.killed_early_looks
-        self._report(None, self._broken_links(workers) if looks else ())
+        staying = self.directive.staying if isinstance(self.directive, Stop) else None
+        self._report(None, self._broken_links(workers, staying) if looks else ())
 
     def _report(self, outcome: Outcome | None, broken: tuple[str, ...] = ()) -> None:
         assert self.workers
@@ -629,14 +630,14 @@ class Agent:
         self.say(f"a worker of generation {number} fails: {why}")
         self._report(Outcome(generation=number, result=Result.FAILED, detail=why), self._broken_links(workers))
 
-    def _broken_links(self, workers: Workers) -> tuple[str, ...]:
+    def _broken_links(self, workers: Workers, staying: Collection[MemberId] | None = None) -> tuple[str, ...]:
         """Whom this node cannot reach, if the generation did not last: why it failed may be there (PROTOCOL 16)."""
         if self.world.now - workers.started_at > self.timing.ready_timeout or not self.rules.name_unreachable:
             return ()
         found = []
         for identity in self.world.runs[workers.number].record.ids:
             peer = self.world.agent_of(identity)
-            if identity != self.id and (peer is None or not self.world.reach(self.node, peer.node)):
+            if identity != self.id and (staying is None or identity in staying) and (peer is None or not self.world.reach(self.node, peer.node)):
                 found.append(identity.incarnation)
         return tuple(found)
 

@@ -660,6 +660,12 @@ def test_a_running_member_stops_in_the_mode_of_a_newer_proposal() -> None:
         assert (directive.number, directive.mode) == (3, mode)
 
 
+def test_who_stops_is_told_who_stays_so_that_it_does_not_wait_for_an_answer_of_the_lost() -> None:
+    directive = do(generation(3, "abc"), proposal(4, "ac", mode=Mode.KILL, kind=CauseKind.LOSS), running=3, stopped=2)
+    assert isinstance(directive, Stop)
+    assert directive.staying == (mid("a"), mid("c"))
+
+
 def test_a_running_member_goes_on_in_its_generation() -> None:
     assert do(generation(3, "ab"), proposal(3, "ab"), running=3, stopped=2) == Stay(why="training")
 
