@@ -2,8 +2,12 @@
 #
 #   PYTHON=python3.12        the interpreter the virtual environment is made from (3.11 or newer)
 #   ARGS="-k leases -x"      passed on to pytest
+#   JOBS=4                   how many tests run at a time; they measure times, so not more than there are cores
 #   SEEDS=0:5000000          which random walks of the protocol `make soak` runs
 #   PIP_ARGS="--index-url …" passed on to pip, to take torch from another place
+#   PREFIX=/opt/elasticd     where `make install` puts the versions; DESTDIR=DIR puts all of it below DIR and leaves this machine alone
+#   FROM_VENV=.venv          `make install` uses the packages of this environment instead of installing torch and the rest
+#   WHEEL=FILE               `make install` takes this wheel instead of building one
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,8 +17,13 @@ MAKEFLAGS += --no-builtin-rules
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 SEEDS ?= 0:2000000
 PIP_ARGS ?=
+PREFIX ?= /opt/elasticd
+DESTDIR ?=
+FROM_VENV ?=
+WHEEL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup
@@ -22,10 +31,10 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 BENCHES := $(filter-out bench/_%,$(sort $(wildcard bench/*.py)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: help setup run test test-gpu check soak bench clean distclean
+.PHONY: help setup run test test-gpu test-cluster check soak bench install uninstall clean distclean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: $(STAMP) ## make the virtual environment and install everything, once
 
@@ -42,10 +51,14 @@ run: $(STAMP) ## train the digits on two nodes of this machine, kill a worker on
 	@$(BIN)/python examples/run_digits.py
 
 test: $(STAMP) ## run every test that needs neither root nor a GPU nor many minutes
-	@$(BIN)/python -m pytest -q -m 'not root and not gpu and not slow' $(ARGS)
+	@$(BIN)/python -m pytest -q -m 'not root and not gpu and not slow' -n $(JOBS) --dist loadfile $(ARGS)
 
 test-gpu: $(STAMP) ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+# Root for namespaces and mounts, and for other users: most boot hosts of their own. .ci/run brings what they need.
+test-cluster: $(if $(filter 0,$(shell id -u)),$(STAMP)) ## run the tests that need root: several hosts with a systemd each, other users
+	@if [ "$$(id -u)" != 0 ]; then echo "test-cluster: skipped, it needs root"; else $(BIN)/python -m pytest -q -m root $(ARGS); fi
 
 check: $(STAMP) ## ruff, mypy --strict, and the import arrows
 	@$(BIN)/ruff check .
@@ -58,6 +71,14 @@ soak: $(STAMP) ## walk the protocol at random, millions of times: SEEDS=from:to
 bench: $(STAMP) ## run every bench in its quick form
 	@test -n '$(BENCHES)' || echo "there is no bench yet: none in bench/*.py"
 	@for name in $(basename $(notdir $(BENCHES))); do echo "== bench.$$name"; $(BIN)/python -m bench.$$name --quick; done
+
+INSTALL = $(PYTHON) -m deploy.install --prefix '$(PREFIX)' --destdir '$(DESTDIR)'
+
+install: ## install the service: PREFIX, DESTDIR, FROM_VENV, WHEEL, PYTHON, PIP_ARGS; see docs/ten-nodes.md
+	@$(INSTALL) --from-venv '$(FROM_VENV)' --wheel '$(WHEEL)' --pip-args '$(PIP_ARGS)' install
+
+uninstall: ## take the service away; configuration and logs stay
+	@$(INSTALL) uninstall
 
 clean: ## remove caches and the runs
 	@rm -rf build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

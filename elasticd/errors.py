@@ -10,6 +10,9 @@ Owns: the classes and the exit code that each means for a command. Must not: log
     ├── ConflictError                5  somebody else changed it first
     ├── WaitTimeoutError             6  gave up waiting; the work itself may go on
     ├── RefusedError                 8  a rule of the cluster forbids it (closed job, node already served)
+    ├── NotAllowedError              9  no node of the cluster allows a job of that name
+    ├── AccessDeniedError            7  the caller may not do this on the node API
+    ├── DaemonUnavailableError       4  no daemon answers on its socket
     ├── RecordError                  1  a key in etcd holds something that is not ours to believe
     ├── JobFailedError               1  the job ended, and not by success
     └── KVError                      1  talking to etcd
@@ -74,6 +77,24 @@ class RefusedError(ElasticdError):
     """A rule of the cluster forbids it."""
 
     exit_code = 8
+
+
+class NotAllowedError(ElasticdError):
+    """No node of the cluster allows a job of that name."""
+
+    exit_code = 9
+
+
+class AccessDeniedError(ElasticdError):
+    """The caller may not do this on the node API."""
+
+    exit_code = 7
+
+
+class DaemonUnavailableError(ElasticdError):
+    """No daemon answers on its socket. A change that raised this is ambiguous: it may have been made."""
+
+    exit_code = 4
 
 
 class RecordError(ElasticdError):

@@ -1,35 +1,34 @@
 """The agent's process: `python -m elasticd.agent CONFIG.json`.
 
-Owns: the order in which things begin and end, signals, the exit code. Exit 0: the job succeeded, or this node left or stopped in order; 1: the job
-failed; else the code of the error that is printed as one line on standard error.
+Owns: the order in which things begin and end, the exit code. Exit 0: the job succeeded, or this node left or stopped in order; 1: the job failed;
+else the code of the error that is printed as one line on standard error. The same is in the result file, where the configuration names one.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import structlog
-
-from elasticd.agent.config import AgentConfig
+from elasticd.agent.signals import Errand, Signals
 from elasticd.errors import ElasticdError, UsageError
-from elasticd.observability.logging import log_to_file
-from elasticd.rendezvous.config import MemberConfig
-from elasticd.rendezvous.member import Member
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elasticd.agent.agent import Finish
-
-log = structlog.get_logger("elasticd.agent")
+    from elasticd.agent.config import AgentConfig
+    from elasticd.agent.identity import Identity
+    from elasticd.agent.result import ResultFile
+    from elasticd.rendezvous.config import MemberConfig
 
 
 def member_config(config: AgentConfig) -> MemberConfig:
     """The part of an agent's configuration that its membership needs."""
+    from elasticd.rendezvous.config import MemberConfig
+
     return MemberConfig(
         keys=config.keys,
         node=config.node,
@@ -47,71 +46,115 @@ def member_config(config: AgentConfig) -> MemberConfig:
     )
 
 
-class LeaveSignal:
-    """SIGTERM, SIGINT and SIGHUP ask this node to leave; one that comes before there is an agent waits for it."""
-
-    def __init__(self) -> None:
-        self._came = False
-        self._leave: Callable[[], None] | None = None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, _number: int, _frame: object) -> None:
-        self._came = True
-        if self._leave:
-            self._leave()
-
-    def reaches(self, leave: Callable[[], None]) -> None:
-        """Call `leave` for every signal from now on, and for an earlier one."""
-        self._leave = leave
-        if self._came:
-            leave()
-
-
-def run(config: AgentConfig) -> Finish:
+def run(config: AgentConfig, signals: Signals) -> Finish:
     """Serve the job until it ends or this node leaves.
 
     Raises:
         ElasticdError: it could not begin, or the membership was lost for good.
     """
-    member = Member(member_config(config))
-    leave = LeaveSignal()
-    try:
-        # What is wrong with etcd, files or names shows before torch has been imported, which takes seconds. Registering waits until workers
-        # could be started: the others stop theirs as soon as they see a newcomer. And the import holds the interpreter for so long at a time
-        # that a short lease would not live through it (tried: generations formed and were given up before the first worker ran).
-        member.connect()
-        from elasticd.agent.agent import JobAgent
-        from elasticd.agent.launch import ExecLauncher
+    from elasticd.kv import EtcdKV
+    from elasticd.rendezvous.member import Member
 
-        member.start()
-        agent = JobAgent(config, member, ExecLauncher())
-        leave.reaches(agent.leave)
-        agent.run()
-        if agent.finish is None:
-            msg = "the agent ended without a result"
-            raise ElasticdError(msg)
-        return agent.finish
-    finally:
-        member.close()
+    identity = _identity(config)
+    with EtcdKV(config.kv) as kv, closing(Errand("elasticd-certificates", lambda: _reload(config, kv.reload))) as reloading:
+        # Under a daemon nobody hangs up: SIGHUP is what a service gets to be told of new files.
+        signals.on_hangup(reloading.ask if config.result_file else None)
+        with closing(Member(member_config(config), kv=kv, attentive=True)) as member:
+            # What is wrong with etcd, files or names shows before torch has been imported, which takes seconds. Registering waits until workers
+            # could be started: the others stop theirs as soon as they see a newcomer. And the import holds the interpreter for so long at a time
+            # that a short lease would not live through it (tried: generations formed and were given up before the first worker ran).
+            member.connect()
+            from elasticd.agent.agent import JobAgent
+            from elasticd.agent.launch import ExecLauncher
+
+            member.start()
+            agent = JobAgent(config, member, ExecLauncher(), identity)
+            signals.reach(agent)
+            agent.run()
+            if agent.finish is None:
+                msg = "the agent ended without a result"
+                raise ElasticdError(msg)
+            return agent.finish
+
+
+def _identity(config: AgentConfig) -> Identity | None:
+    """Who the workers are to be, if the configuration says so and this agent can do it.
+
+    Raises:
+        UsageError: there is no such user, or this agent may not become it.
+    """
+    if config.user is None:
+        return None
+    import structlog
+
+    from elasticd.agent.identity import Identity
+
+    identity = Identity.find(config.user)
+    identity.check()
+    closed = identity.kept_out_of(config.log_dir)
+    if closed:
+        log = structlog.get_logger("elasticd.agent")
+        log.warning("logs_out_of_reach", user=identity.name, directory=str(closed), effect="workers cannot write why they failed (error.json)")
+    return identity
+
+
+def _reload(config: AgentConfig, reload: Callable[[], None]) -> None:
+    """Take the certificates as they are now, and say whether that went well."""
+    import structlog
+
+    log = structlog.get_logger("elasticd.agent")
+    if config.cacert is None:
+        log.info("certificates_not_reloaded", reason="this agent uses none: no cacert is configured")
+        return
+    try:
+        reload()
+    except UsageError as error:
+        log.error("certificates_not_reloaded", reason=str(error))  # noqa: TRY400 - an operator's mistake; the old ones stay in use
+    except Exception:
+        log.exception("certificates_not_reloaded")
+    else:
+        log.info("certificates_reloaded", cacert=str(config.cacert), cert=str(config.cert) if config.cert else None)
 
 
 def main(argv: list[str]) -> int:
     """Run the agent whose configuration file is the only argument."""
+    signals = Signals()  # before anything slow: until then a signal ends the process
+    import structlog
+
+    from elasticd.agent.result import ResultFile
+
+    log = structlog.get_logger("elasticd.agent")
+    results = ResultFile(None)
     try:
         if len(argv) != 1:
             msg = "usage: python -m elasticd.agent CONFIG.json"
             raise UsageError(msg)
-        config = AgentConfig.read(Path(argv[0]))
-        log_to_file(config.log_dir / config.job / config.node / "agent.jsonl", node=config.node)
-        finish = run(config)
+        results = ResultFile.named_in(Path(argv[0]))
+        finish = _serve(Path(argv[0]), results, signals)
     except ElasticdError as error:
         log.error("agent_exit", code=error.exit_code, result="failed", reason=str(error))  # noqa: TRY400 - the user's fault, or etcd's: no traceback
         print(f"elasticd-agent: {error}", file=sys.stderr)  # noqa: T201  (the one line that its starter shows)
+        results.write(code=error.exit_code, result="failed", reason=str(error))
         return error.exit_code
     code = 1 if finish.ending.value == "failed" else 0
     log.info("agent_exit", code=code, result=finish.ending.value, reason=finish.reason)
+    results.write(code=code, result=finish.ending.value, reason=finish.reason)
     return code
+
+
+def _serve(path: Path, results: ResultFile, signals: Signals) -> Finish:
+    """From the configuration file to the end of the agent's part.
+
+    Raises:
+        ElasticdError: the file is no good, and as `run`.
+    """
+    from elasticd.agent.config import AgentConfig
+    from elasticd.observability.logging import log_to_file
+
+    results.clear()
+    config = AgentConfig.read(path)
+    log_to_file(config.log_dir / config.job / config.node / "agent.jsonl", node=config.node)
+    return run(config, signals)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,11 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elasticd.agent.environment import torch_environment
+from elasticd.agent.environment import inherited, torch_environment
 from elasticd.agent.launch import Launcher, WorkerLaunch, WorkerSet, worker_environment
 from elasticd.agent.logs import GenerationLogs, RankLogs, describe_exit, read_error
 from elasticd.errors import RefusedError
+from elasticd.rendezvous.address import interface_of
 from elasticd.rendezvous.handler import EtcdRendezvousHandler, serve_store
 from elasticd.rendezvous.membership import Directive, Leave, Stop
 from elasticd.rendezvous.peers import neighbours, unreachable
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch re-exports it without saying so
 
     from elasticd.agent.config import AgentConfig
+    from elasticd.agent.identity import Identity
     from elasticd.rendezvous.desk import Assignment
     from elasticd.rendezvous.member import Member
 
@@ -95,9 +97,10 @@ class JobAgent(SimpleElasticAgent):
         config: what to run.
         member: registered.
         launcher: how workers are started.
+        identity: who they are; None: who the agent is.
     """
 
-    def __init__(self, config: AgentConfig, member: Member, launcher: Launcher) -> None:
+    def __init__(self, config: AgentConfig, member: Member, launcher: Launcher, identity: Identity | None = None) -> None:
         spec = WorkerSpec(
             role=DEFAULT_ROLE,
             local_world_size=config.nproc,
@@ -110,10 +113,14 @@ class JobAgent(SimpleElasticAgent):
         self._config = config
         self._member = member
         self._launcher = launcher
+        self._identity = identity
+        self._inherited = {**inherited(os.environ, identity), **config.env}
+        self._interface = interface_of(config.address)
         self._current: _Running | None = None
         self._failure: tuple[int, ProcessFailure] | None = None
         self._leave_asked = False
         self._leave_by: float | None = None
+        self._checkpoint_asked = False
         self._signal_read, self._signal_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.finish: Finish | None = None
 
@@ -122,8 +129,16 @@ class JobAgent(SimpleElasticAgent):
     def leave(self) -> None:
         """Leave the job in order. Safe to call from a signal handler; a second call changes nothing."""
         self._leave_asked = True
+        self._ring()
+
+    def ask_checkpoint(self) -> None:
+        """Let workers that catch SIGUSR1 know that a checkpoint is wanted. Safe to call from a signal handler."""
+        self._checkpoint_asked = True
+        self._ring()
+
+    def _ring(self) -> None:
         try:
-            os.write(self._signal_write, b"l")
+            os.write(self._signal_write, b"!")
         except BlockingIOError:
             pass
 
@@ -149,6 +164,9 @@ class JobAgent(SimpleElasticAgent):
             raise _NoAssignment from None
         if assignment is None:
             raise _NoAssignment
+        if self._checkpoint_asked:  # of a generation before this one, or of none
+            self._checkpoint_asked = False
+            log.info("checkpoint_asked", generation=None, signalled=[], not_catching=[])
         generation = assignment.generation
         store = serve_store(assignment) if assignment.store_socket is not None else None
         self._assignment = assignment
@@ -174,7 +192,8 @@ class JobAgent(SimpleElasticAgent):
         """Start this node's workers of the assignment at hand."""
         assignment, config = self._assignment, self._config
         number = assignment.generation.number
-        logs = GenerationLogs.create(config.log_dir, config.job, config.node, number, self._member.id.incarnation)
+        foreign = self._identity is not None and self._identity.foreign
+        logs = GenerationLogs.create(config.log_dir, config.job, config.node, number, self._member.id.incarnation, passage=foreign)
         ranks = {worker.local_rank: logs.rank(worker.global_rank) for worker in worker_group.workers}
         workers = self._launcher.start([self._launch(assignment, local_rank, files) for local_rank, files in ranks.items()])
         self._current = _Running(
@@ -194,7 +213,7 @@ class JobAgent(SimpleElasticAgent):
     def _launch(self, assignment: Assignment, local_rank: int, files: RankLogs) -> WorkerLaunch:
         config = self._config
         extra = torch_environment(
-            os.environ,
+            self._inherited,
             assignment.generation,
             job=config.job,
             node=config.node,
@@ -204,9 +223,21 @@ class JobAgent(SimpleElasticAgent):
             nproc=config.nproc,
             max_restarts=config.max_restarts,
             error_file=files.error,
+            devices=config.devices,
+            interface=self._interface,
         )
-        env = worker_environment(os.environ, extra)
-        return WorkerLaunch(local_rank=local_rank, argv=config.argv, env=env, cwd=config.cwd, stdout=files.stdout, stderr=files.stderr)
+        return WorkerLaunch(
+            local_rank=local_rank,
+            argv=config.argv,
+            env=worker_environment(self._inherited, extra),
+            cwd=config.cwd,
+            stdout=files.stdout,
+            stderr=files.stderr,
+            identity=self._identity,
+            directory=files.directory,
+            powerless=True,
+            cpus=config.cpus[local_rank] if config.cpus else (),
+        )
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch's signature
         """Kill what runs, at once: the orderly way is `_stop`."""
@@ -243,6 +274,8 @@ class JobAgent(SimpleElasticAgent):
             if self._leaving_is_overdue():
                 self._stop(current, Leave(mode=Mode.KILL, why="the others did not agree on a stop in time"))
                 return
+            if self._checkpoint_asked:
+                self._pass_on_checkpoint(current)
             self._wait(current, CHECK_EVERY)
 
     @staticmethod
@@ -262,6 +295,18 @@ class JobAgent(SimpleElasticAgent):
         except BlockingIOError:
             pass
 
+    def _pass_on_checkpoint(self, current: _Running) -> None:
+        """SIGUSR1 to the workers that catch it; those that do not would die of it."""
+        self._checkpoint_asked = False
+        base = current.assignment.base_rank
+        caught = {base + worker.local_rank: worker.send_if_caught(signal.SIGUSR1) for worker in current.workers.workers if worker.exitcode is None}
+        log.info(
+            "checkpoint_asked",
+            generation=current.number,
+            signalled=[rank for rank, sent in caught.items() if sent],
+            not_catching=[rank for rank, sent in caught.items() if not sent],
+        )
+
     def _leaving_is_overdue(self) -> bool:
         """Ask to leave if a signal said so; whether the answer has been waited for long enough."""
         if not self._leave_asked:
@@ -275,6 +320,7 @@ class JobAgent(SimpleElasticAgent):
     def _stop(self, current: _Running, directive: Stop | Leave | Directive) -> None:
         """Stop the workers as told: a grace period where everybody is well, and a cut one if that changes meanwhile."""
         assert isinstance(directive, Stop | Leave)
+        self._member.stopping()
         grace = self._grace(directive.mode)
         deadline = time.monotonic() + grace
         for worker in current.workers.workers:
@@ -287,21 +333,25 @@ class JobAgent(SimpleElasticAgent):
             self._wait(current, min(CHECK_EVERY, deadline - time.monotonic()))
         current.workers.stop(0.0, signal.SIGKILL)
         # Who failed first is often a bystander: those at the two ends of a broken link hang in it, and are killed.
-        killed = isinstance(directive, Stop) and directive.mode is Mode.KILL
-        self._report(current, None, why=directive.why, broken=self._broken_links(current, directive.staying) if killed else ())
+        broken = self._broken_links(current, directive.staying) if isinstance(directive, Stop) and directive.mode is Mode.KILL else ()
+        self._report(current, None, why=directive.why, broken=broken)
 
     def _grace(self, mode: Mode) -> float:
         return self._config.stop_grace if mode is Mode.AGREED_STOP else self._config.kill_grace
 
     def _worker_failed(self, current: _Running, exits: dict[int, int]) -> None:
         """A worker ended by itself, and not well: the others of this node cannot go on without it."""
+        self._member.stopping()
         local_rank = next(rank for rank, code in exits.items() if code != 0)
         rank, code = current.assignment.base_rank + local_rank, exits[local_rank]
         files = current.ranks[local_rank]
         error = read_error(files.error)
         detail = f"rank {rank} on {self._config.node}: {describe_exit(code)}" + (f": {error.exception}" if error else "")
         log.error("worker_failed", generation=current.number, rank=rank, detail=detail, log=str(files.stderr))
-        self._failure = (rank, ProcessFailure(local_rank, current.workers.workers[local_rank].pid, code, str(files.error)))
+        # Torch is not told of the file: it would read whatever a worker put there, follow its links, and raise for garbage.
+        self._failure = (rank, ProcessFailure(local_rank, current.workers.workers[local_rank].pid, code, ""))
+        if error:
+            self._failure[1].message = error.message
         current.workers.stop(self._config.kill_grace)
         outcome = Outcome(generation=current.number, result=Result.FAILED, detail=detail[:2000])
         self._report(current, outcome, why=detail, broken=self._broken_links(current))

@@ -18,6 +18,9 @@ from elasticd.rendezvous.nodelock import default_state_dir
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=86_400)]
+Variable = Annotated[str, Field(pattern=r"^[^=\x00]+$")]
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+Device = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9/:-]*$")]
 
 
 class AgentConfig(BaseModel):
@@ -36,6 +39,11 @@ class AgentConfig(BaseModel):
         leave_timeout: how long a leaving agent waits for the others to go on without it.
         frozen_max: how long workers go on without etcd.
         reopen: start a job again that has ended.
+        user: who the workers are; None: who the agent is. The agent must be root or have the ambient capabilities that `identity` names.
+        env: laid over the agent's own environment for the workers, below the variables that torch wants.
+        devices: UUIDs of the GPUs that the workers may see, all of them to each worker, LOCAL_RANK being the index; () leaves them alone.
+        cpus: for each local rank the CPUs that it may run on; () leaves one, or all of them, alone.
+        result_file: set by a daemon, which learns from it how the agent ended (`result`); SIGHUP then reloads certificates instead of leaving.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +74,11 @@ class AgentConfig(BaseModel):
     probe_port: Annotated[int, Field(ge=0, le=65535)] = 0
     state_dir: Path = Field(default_factory=default_state_dir)
     reopen: bool = False
+    user: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    env: dict[Variable, Text] = {}
+    devices: tuple[Device, ...] = ()
+    cpus: tuple[tuple[Annotated[int, Field(ge=0, le=65_535)], ...], ...] = ()
+    result_file: Path | None = None
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -77,6 +90,19 @@ class AgentConfig(BaseModel):
             raise ValueError(msg)
         if self.cacert is None and (self.cert or self.key):
             msg = "cert and key need cacert"
+            raise ValueError(msg)
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> Self:
+        if self.devices and len(self.devices) < self.nproc:
+            msg = f"{self.nproc} workers need a device each, {len(self.devices)} were given"
+            raise ValueError(msg)
+        if len(set(self.devices)) != len(self.devices):
+            msg = f"devices {', '.join(self.devices)} are not unique"
+            raise ValueError(msg)
+        if self.cpus and len(self.cpus) != self.nproc:
+            msg = f"cpus are given for {len(self.cpus)} of {self.nproc} workers"
             raise ValueError(msg)
         return self
 

@@ -1,12 +1,14 @@
 """Starting, watching and stopping the workers of one node.
 
 Owns: worker processes from fork to reaping, and everything in their process groups. Must not: decide when to start or stop, know ranks or
-rendezvous, or choose where logs lie (`logs`). `ExecLauncher` is the one way so far; a fork from a warm zygote is to be another `Launcher`.
+rendezvous, choose where logs lie (`logs`), or look users up (`identity`). `ExecLauncher` is the one way so far; a fork from a warm zygote is to be
+another `Launcher`.
 
 How a worker is tied to its agent. Each worker leads its own session, so that one killpg reaches the children it forked, and has PDEATHSIG=SIGKILL,
 so that a killed agent leaves no orphan training (torchrun does: seen with torch 2.13). `preexec_fn` is unsafe in a process with
-threads, so a shim, `_exec_child.py`, sets this up and execs the program. Cost per worker, `/bin/true` from start to end, 2 cores: nothing 0.9 ms,
-`setpriv --pdeathsig` 1.5 ms, the shim 13 ms (9 ms of it Python's own start), in parallel over workers and beside the 1.5 s or more of `import torch`.
+threads, so a shim, `_exec_child.py`, becomes the job's user, sets this up and execs the program. Cost per worker, `/bin/true` from start to end,
+2 cores: nothing 0.9 ms, `setpriv --pdeathsig` 1.5 ms, the shim 13 ms (9 ms of it Python's own start), in parallel over workers and beside the
+1.5 s or more of `import torch`.
 setpriv was not taken: it does not look at its parent afterwards, so an agent that dies in between still leaves an orphan, it keeps ignored and
 blocked signals, and it ties us to util-linux.
 
@@ -27,7 +29,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -39,10 +40,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
+from elasticd.agent.checks import check_launches
 from elasticd.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from elasticd.agent.identity import Identity
 
 EXIT_UNKNOWN: Final = 255
 """Exit code of a worker that somebody else reaped: it ended, and must not be taken for a success."""
@@ -60,6 +64,8 @@ _AGENT_ONLY: Final = frozenset(
         "LISTEN_FDS",
         "LISTEN_FDNAMES",
         "CREDENTIALS_DIRECTORY",
+        "INVOCATION_ID",
+        "JOURNAL_STREAM",
     }
 )
 _SHIM: Final = Path(__file__).resolve().with_name("_exec_child.py")
@@ -68,7 +74,7 @@ log = structlog.stdlib.get_logger(__name__)
 
 
 def worker_environment(base: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """`base` with `extra` on top, less what systemd meant for the agent alone: its notify socket, watchdog, sockets and credentials."""
+    """`base` with `extra` on top, less what systemd meant for the agent alone: its notify socket, watchdog, sockets, credentials and journal."""
     return {name: value for name, value in {**base, **extra}.items() if name not in _AGENT_ONLY}
 
 
@@ -83,6 +89,10 @@ class WorkerLaunch:
         cwd: its working directory.
         stdout: file its standard output is appended to; created if missing, in a directory that exists.
         stderr: the same for its standard error; may be the same file.
+        identity: who it is; None: who the agent is.
+        directory: given to `identity` once its output is open, before it runs; it must be fresh.
+        powerless: it gets none of the agent's capabilities, unless it is root; always so with an `identity`.
+        cpus: those it may run on; () leaves them alone.
     """
 
     local_rank: int
@@ -91,6 +101,10 @@ class WorkerLaunch:
     cwd: Path
     stdout: Path
     stderr: Path
+    identity: Identity | None = None
+    directory: Path | None = None
+    powerless: bool = False
+    cpus: tuple[int, ...] = ()
 
 
 class WorkerHandle(Protocol):
@@ -122,6 +136,9 @@ class WorkerHandle(Protocol):
     def send_signal(self, sig: signal.Signals) -> None:
         """Signal the worker and its whole process group. Does nothing once it ended."""
 
+    def send_if_caught(self, sig: signal.Signals) -> bool:
+        """Signal the worker alone if it has a handler for `sig`, without which most signals would end it. Whether it was sent."""
+
 
 class ExecWorker:
     """A worker that is a direct child of the agent, started by `ExecLauncher`."""
@@ -150,6 +167,17 @@ class ExecWorker:
         with self._lock:
             if self.exitcode is None:
                 self._signal_group(sig)
+
+    def send_if_caught(self, sig: signal.Signals) -> bool:
+        """See `WorkerHandle.send_if_caught`. Its children may have no handler, so they get nothing."""
+        with self._lock:
+            if self.exitcode is not None or not _catches(self.pid, sig):
+                return False
+            try:
+                signal.pidfd_send_signal(self.pidfd, sig)
+            except (ProcessLookupError, PermissionError):
+                return False
+            return True
 
     def _peek(self) -> int | None:
         """The exit code if it ended, without reaping."""
@@ -300,7 +328,7 @@ class ExecLauncher:
             RuntimeError: not called from the main thread, or SIGCHLD is ignored: the workers' lives and exit codes would not be safe.
         """
         _check_agent()
-        _check_launches(launches)
+        check_launches(launches)
         started: list[ExecWorker] = []
         try:
             for launch in launches:
@@ -318,46 +346,36 @@ def _check_agent() -> None:
         raise RuntimeError("SIGCHLD is ignored: the kernel would throw away the workers' exit codes")
 
 
-def _check_launches(launches: Sequence[WorkerLaunch]) -> None:
-    ranks = [launch.local_rank for launch in launches]
-    if len(set(ranks)) != len(ranks):
-        raise UsageError(f"local ranks {ranks} are not unique")
-    for launch in launches:
-        if not launch.argv:
-            raise UsageError(f"worker {launch.local_rank} has no program to run")
-        if not _is(stat.S_ISDIR, launch.cwd):
-            raise UsageError(f"working directory {str(launch.cwd)!r} of worker {launch.local_rank} is not a directory")
-        if not _is_program(launch):
-            raise UsageError(
-                f"cannot run {launch.argv[0]!r} for worker {launch.local_rank}: no such executable file",
-                remedy="give its full path, or a name found in the worker's PATH",
-            )
-
-
-def _is_program(launch: WorkerLaunch) -> bool:
-    """Whether exec would find `argv[0]`, looked up as the worker will: its PATH, its working directory."""
-    name = launch.argv[0]
-    folders = [""] if "/" in name else launch.env.get("PATH", os.defpath).split(os.pathsep)
-    candidates = [launch.cwd / folder / name for folder in folders]
-    return any(_is(stat.S_ISREG, path) and os.access(path, os.X_OK) for path in candidates)
-
-
-def _is(kind: Callable[[int], bool], path: Path) -> bool:
-    """As Path.is_dir and is_file, but a path we may not look at is just not one."""
-    try:
-        return kind(path.stat().st_mode)
-    except (OSError, ValueError):
-        return False
-
-
 def _start_one(launch: WorkerLaunch) -> ExecWorker:
-    command = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), *launch.argv]
-    with _log_file(launch.stdout) as stdout, _log_file(launch.stderr) as stderr:
+    command = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), _who(launch), ",".join(map(str, launch.cpus)) or "-"]
+    # As another user it goes to its working directory by itself: the agent may not be allowed there.
+    command += [".", *launch.argv] if launch.identity is None else [str(launch.cwd), *launch.argv]
+    cwd = launch.cwd if launch.identity is None else "/"
+    with _log_file(launch.stdout, launch.identity) as stdout, _log_file(launch.stderr, launch.identity) as stderr:
+        _give(launch)
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=launch.cwd, env=launch.env, start_new_session=True)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=cwd, env=launch.env, start_new_session=True)
         except (OSError, ValueError) as error:  # ValueError: a NUL in an argument, a "=" in a variable's name
             raise UsageError(f"cannot start {launch.argv[0]!r} for worker {launch.local_rank}: {error}") from error
     return _adopt(launch.local_rank, process)
+
+
+def _who(launch: WorkerLaunch) -> str:
+    """As `_exec_child` reads it."""
+    identity = launch.identity
+    if identity is None:
+        return "powerless" if launch.powerless else "same"
+    return f"{identity.uid}:{identity.gid}:{','.join(map(str, identity.groups))}:{identity.umask:o}"
+
+
+def _give(launch: WorkerLaunch) -> None:
+    """Hand the directory over. Not earlier: whoever may write there could put a link in a log's place before we open it."""
+    if launch.identity is None or launch.directory is None or not launch.identity.foreign:
+        return
+    try:
+        launch.identity.give(launch.directory)
+    except OSError as error:
+        raise UsageError(f"cannot give {str(launch.directory)!r} to user {launch.identity.name}: {error.strerror}") from error
 
 
 def _adopt(local_rank: int, process: subprocess.Popen[bytes]) -> ExecWorker:
@@ -370,10 +388,14 @@ def _adopt(local_rank: int, process: subprocess.Popen[bytes]) -> ExecWorker:
 
 
 @contextmanager
-def _log_file(path: Path) -> Iterator[int]:
-    """A descriptor that appends to `path`: an earlier log is never cut short."""
+def _log_file(path: Path, identity: Identity | None) -> Iterator[int]:
+    """A descriptor that appends to `path`: an earlier log is never cut short. Another user's is for us and our group alone to read, whatever the umask."""
+    foreign = identity is not None and identity.foreign
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY | (os.O_NOFOLLOW if foreign else 0)
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644)
+        fd = os.open(path, flags, 0o644)
+        if foreign:
+            os.fchmod(fd, 0o640)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write worker log {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
     try:
@@ -390,6 +412,16 @@ def _wait_readable(fds: Sequence[int], seconds: float) -> None:
     for fd in fds:
         poller.register(fd, select.POLLIN)
     poller.poll(seconds * 1000.0)
+
+
+def _catches(pid: int, sig: signal.Signals) -> bool:
+    """Whether a process has a handler for the signal; False if that cannot be seen."""
+    try:
+        status = (Path("/proc") / str(pid) / "status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (sig - 1) & 1)
 
 
 def _process_state(pid: int) -> str:

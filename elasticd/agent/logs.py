@@ -91,7 +91,7 @@ class GenerationLogs:
     directory: Path
 
     @classmethod
-    def create(cls, root: Path, job: str, node: str, generation: int, incarnation: str) -> GenerationLogs:
+    def create(cls, root: Path, job: str, node: str, generation: int, incarnation: str, *, passage: bool = False) -> GenerationLogs:
         """Make a new directory and point `latest` at it.
 
         Args:
@@ -100,6 +100,8 @@ class GenerationLogs:
             node: name of the node.
             generation: number of the generation, 0 or more.
             incarnation: id of the agent's process, written to the file `incarnation`.
+            passage: let everybody pass through the directories below `root` that are ours, and our group read them, whatever the umask: workers
+                who are another user have their error file below.
 
         Raises:
             UsageError: a name is not safe in a path, or the directory cannot be made.
@@ -111,6 +113,8 @@ class GenerationLogs:
             parent.mkdir(parents=True, exist_ok=True)
             directory = _make_new(parent, f"generation-{generation:06d}")
             (directory / "incarnation").write_text(f"{incarnation}\n", encoding="utf-8")
+            if passage:
+                _open(parent.parent, parent, directory)
         except OSError as error:
             raise UsageError(f"cannot make a log directory in {str(parent)!r}: {error.strerror}") from error
         _point_latest(parent, directory.name)
@@ -186,6 +190,14 @@ def _make_new(parent: Path, stem: str) -> Path:
     raise AssertionError
 
 
+def _open(*directories: Path) -> None:
+    """Passage for all, and reading for our group, where the directory is ours to open."""
+    for directory in directories:
+        status = directory.stat()
+        if status.st_uid == os.geteuid():
+            directory.chmod(stat.S_IMODE(status.st_mode) | 0o051)
+
+
 def _point_latest(parent: Path, target: str) -> None:
     """Replace the link in one step, so that a reader always finds one. It is a convenience: failing to is only logged."""
     link = parent / _LATEST
@@ -202,11 +214,12 @@ def _point_latest(parent: Path, target: str) -> None:
 
 
 def _read_regular(path: Path) -> bytes:
-    """One byte more than the limit at most, and never waiting on a pipe that the worker put there."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    """One byte more than the limit at most, never waiting on a pipe that the worker put there, nor following a link to what only we may read."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError("not a regular file")
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise ValueError("not a file of its own")
         return file.read(ERROR_FILE_LIMIT + 1)
 
 

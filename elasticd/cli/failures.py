@@ -1,6 +1,7 @@
 """One place where an error becomes a line on stderr and an exit code.
 
-Owns: how errors look, as text and as JSON. Must not: catch what is a fault of ours; that keeps its traceback.
+Owns: how errors look, as text and as JSON, and the errors that only a command can have. Must not: catch what is a fault of ours; that keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -9,14 +10,28 @@ import contextlib
 import json
 import re
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import typer
 
-from elasticd.errors import ElasticdError
+from elasticd.errors import AccessDeniedError, ElasticdError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+class DeclinedError(ElasticdError):
+    """A person was asked and said no."""
+
+
+class WaitInterruptedError(ElasticdError):
+    """Ctrl-C while following what goes on by itself."""
+
+    exit_code = 130
+
+
+_CODES: Final[dict[type[ElasticdError], str]] = {AccessDeniedError: "permission", ElasticdError: "internal"}
+"""Codes of docs/api.md that are not the class's name."""
 
 
 @contextlib.contextmanager
@@ -32,7 +47,7 @@ def reported(*, as_json: bool = False) -> Iterator[None]:
     try:
         yield
     except ElasticdError as error:
-        _fail(error, as_json=as_json)
+        fail(error, as_json=as_json)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
@@ -40,22 +55,29 @@ def reported(*, as_json: bool = False) -> Iterator[None]:
         _drop_stdout()
         raise typer.Exit(1) from None
     except OSError as error:
-        _fail(ElasticdError(_of_os(error)), as_json=as_json)
+        fail(ElasticdError(_of_os(error)), as_json=as_json)
 
 
-def _fail(error: ElasticdError, *, as_json: bool) -> None:
-    if as_json:
-        document = {"error": {"code": code_of(error), "message": error.message, "hint": error.remedy}}
-        print(json.dumps(document), file=sys.stderr)
-    else:
-        print(f"elasticctl: {one_line(str(error))}", file=sys.stderr)
+def fail(error: ElasticdError, *, as_json: bool) -> NoReturn:
+    """Say it on stderr and end the command with its exit code.
+
+    Raises:
+        typer.Exit: always.
+    """
+    say(error, as_json=as_json)
     raise typer.Exit(error.exit_code) from None
 
 
+def say(error: ElasticdError, *, as_json: bool) -> None:
+    """Say it on stderr, in one line, and go on."""
+    document = {"error": {"code": code_of(error), "message": error.message, "hint": error.remedy}}
+    print(json.dumps(document) if as_json else f"elasticctl: {one_line(str(error))}", file=sys.stderr, flush=True)
+
+
 def code_of(error: ElasticdError) -> str:
-    """The error's name for programs: "kv_unavailable" for KVUnavailableError."""
+    """The error's name for programs, as in docs/api.md: "kv_unavailable" for KVUnavailableError."""
     name = type(error).__name__.removesuffix("Error")
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return _CODES.get(type(error)) or re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def one_line(text: str) -> str:

@@ -10,18 +10,18 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from elasticd.cli.follow import AgentLogs, WorkerOutput
-from elasticd.cli.job import job_status
 from elasticd.cli.options import Show
 from elasticd.cli.progress import Notice, Weight
 from elasticd.cli.summary import RunOutcome, RunResult
+from elasticd.rendezvous.status import job_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticd.cli.agents import Agents, Death
     from elasticd.cli.follow import OutputLine
     from elasticd.cli.interrupts import Interrupts
     from elasticd.cli.localetcd import LocalEtcd
+    from elasticd.cli.localnodes import Death, LocalNodes
     from elasticd.cli.options import RunOptions
     from elasticd.cli.progress import Progress
     from elasticd.cli.screen import Screen
@@ -49,7 +49,7 @@ class Follower:
         self,
         options: RunOptions,
         *,
-        agents: Agents,
+        nodes: LocalNodes,
         logs: AgentLogs,
         watcher: JobWatcher,
         etcd: LocalEtcd | None,
@@ -58,7 +58,7 @@ class Follower:
         interrupts: Interrupts,
     ) -> None:
         self._options = options
-        self._agents = agents
+        self._nodes = nodes
         self._logs = logs
         self._watcher = watcher
         self._etcd = etcd
@@ -70,16 +70,16 @@ class Follower:
         self._deaths: list[Death] = []
         self._asked: list[signal.Signals] = []
         self._asked_at = 0.0
-        self._told_agents = False
+        self._told_nodes = False
         self._killed = False
 
     def to_the_end(self) -> RunOutcome:
-        """Follow until every agent has ended, and say how the run ended."""
+        """Follow until every node has ended, and say how the run ended."""
         self._interrupts.collect()
         while True:
-            self._agents.wait(_EVERY, self._interrupts.fd)
+            self._nodes.wait(_EVERY, self._interrupts.fd)
             self._round()
-            if not self._agents.alive:
+            if not self._nodes.alive:
                 break
         self._last_words()
         return self._outcome()
@@ -88,13 +88,13 @@ class Follower:
 
     def _round(self) -> None:
         # Deaths are noted before the logs are read: what an agent wrote at its end is then read before its death is judged.
-        deaths = self._agents.deaths()
+        deaths = self._nodes.deaths()
         self._take_in()
         self._say_deaths(deaths)
         for number in self._interrupts.take():
             self._asked_to_end(number)
         self._press_on()
-        if self._etcd is not None and self._agents.alive and (said := self._etcd.revive()):
+        if self._etcd is not None and self._nodes.alive and (said := self._etcd.revive()):
             self._say(said, Weight.WARNING)
         self._screen.draw(self._progress)
 
@@ -126,7 +126,7 @@ class Follower:
         for death in deaths:
             if death.node in self._progress.ends or self._killed:
                 continue
-            left = len(self._agents.alive)
+            left = len(self._nodes.alive)
             rest = f"; {left} of this machine's nodes go on" if left else ""
             self._say(f"the agent of {death.node} has died ({death}){rest}", Weight.ERROR)
 
@@ -144,7 +144,7 @@ class Follower:
             self._watcher.stop_job(f"stopped by {number.name} to elasticctl run")
         else:
             self._say(f"{number.name}: leaving the job in order, it goes on elsewhere, {grace}; another Ctrl-C kills this node at once", Weight.WARNING)
-            self._tell_agents()
+            self._tell_nodes()
 
     def _press_on(self) -> None:
         """See that an end that was asked for comes."""
@@ -153,25 +153,25 @@ class Follower:
         waited = time.monotonic() - self._asked_at
         if waited > self._options.stop_grace + _STOP_SLACK:
             self._kill(f"not over after {waited:.0f} s: killing everything")
-        elif not self._told_agents and self._must_tell_agents(waited):
-            self._tell_agents()
+        elif not self._told_nodes and self._must_tell_nodes(waited):
+            self._tell_nodes()
 
-    def _must_tell_agents(self, waited: float) -> bool:
+    def _must_tell_nodes(self, waited: float) -> bool:
         """Whether the wish in etcd is not enough: it cannot be written, or no generation has formed that could be stopped."""
         if not self._watcher.stop_written:
             return waited > _TARGET_WITHIN
         view = self._look.view if self._look else None
         return view is None or view.generation is None
 
-    def _tell_agents(self) -> None:
-        self._told_agents = True
-        self._agents.signal(signal.SIGTERM)
+    def _tell_nodes(self) -> None:
+        self._told_nodes = True
+        self._nodes.signal(signal.SIGTERM)
 
     def _kill(self, why: str) -> None:
         if not self._killed:
             self._killed = True
             self._say(why, Weight.ERROR)
-            self._agents.kill()
+            self._nodes.kill()
 
     # --- the end ---------------------------------------------------------------------------------------------------------
 
@@ -188,12 +188,12 @@ class Follower:
             look = self._watcher.look
             if look.at > since and (look.problem or not self._guests(look)):
                 break
-            self._agents.wait(_EVERY, self._interrupts.fd)
+            self._nodes.wait(_EVERY, self._interrupts.fd)
         self._look_at(self._watcher.look)
 
     def _guests(self, look: Look) -> bool:
         """Whether nodes of other machines still need the etcd that ends with us."""
-        return self._etcd is not None and look.view is not None and bool(look.view.members.keys() - set(self._agents.nodes))
+        return self._etcd is not None and look.view is not None and bool(look.view.members.keys() - set(self._nodes.nodes))
 
     def _outcome(self) -> RunOutcome:
         ends = {end.result: end.reason for end in self._progress.ends.values()}

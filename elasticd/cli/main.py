@@ -12,10 +12,14 @@ from typing import Annotated
 import typer
 
 from elasticd import __version__
+from elasticd.cli import commands_jobs, commands_nodes, commands_watching
+from elasticd.cli.arguments import CacertOption, CertOption, ClusterOption, EtcdOption, KeyOption
 from elasticd.cli.failures import reported
+from elasticd.cli.grammar import Verbs
 
 app = typer.Typer(
     name="elasticctl",
+    cls=Verbs,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its boxes cost more than everything else that --help does
@@ -24,11 +28,18 @@ app = typer.Typer(
     epilog="""\b
 Examples:
   elasticctl run --nodes 2 -- train.py --epochs 3     two nodes on this machine
-  elasticctl status                                   what runs here, and how it is
+  elasticctl status                                   the cluster, or what runs here, and how it is
+  elasticctl start llm --nodes 4                      a job of the cluster, by its job file
+  elasticctl scale llm 6                              and wait until it trains on 6 nodes
+  elasticctl drain node-3 --reason "replace fan"      jobs leave it in order, then it is kept out
 
 \b
-Exit codes: 0 ok, 1 the job failed, 2 wrong usage, 3 no such job or not running, 4 etcd is out of reach, 5 somebody else changed it first,
-6 gave up waiting, 7 etcd refuses us, 8 a rule forbids it, 128 + N ended by signal N (130: Ctrl-C).""",
+Exit codes: 0 ok, 1 it failed, 2 wrong usage, 3 no such job or node, or it does not run, 4 the daemon or etcd is out of reach,
+5 somebody else changed it first, 6 gave up waiting (the work goes on), 7 not permitted, 8 a rule forbids it,
+9 no node allows a job of that name, 128 + N ended by signal N (130: Ctrl-C).
+
+\b
+Shell completion: elasticctl --install-completion (jobs and nodes are completed as the daemon knows them).""",
 )
 
 
@@ -39,36 +50,12 @@ class RunOutput(StrEnum):
     JSONL = "jsonl"
 
 
-class StatusOutput(StrEnum):
-    """What `status` prints."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
 class ShowOption(StrEnum):
     """Whose output `run` passes through."""
 
     RANK0 = "rank0"
     ALL = "all"
     NONE = "none"
-
-
-EtcdOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--etcd",
-        metavar="URL",
-        envvar="ELASTICCTL_ETCD",
-        help="An etcd endpoint: http(s)://HOST:PORT or HOST:PORT. May be repeated, or be a comma-separated list.",
-    ),
-]
-CacertOption = Annotated[
-    Path | None, typer.Option("--cacert", metavar="FILE", envvar="ELASTICCTL_CACERT", help="CA that signed etcd's certificate; turns TLS on.")
-]
-CertOption = Annotated[Path | None, typer.Option("--cert", metavar="FILE", envvar="ELASTICCTL_CERT", help="Our certificate for etcd.")]
-KeyOption = Annotated[Path | None, typer.Option("--key", metavar="FILE", envvar="ELASTICCTL_KEY", help="The key of our certificate.")]
-ClusterOption = Annotated[str, typer.Option("--cluster", metavar="NAME", help="Which of the clusters that share the etcd.")]
 
 
 def _version(*, wanted: bool) -> None:
@@ -85,12 +72,6 @@ def _root(
     ] = False,
 ) -> None:
     del version
-
-
-@app.command("version")
-def version_command() -> None:
-    """Print the version."""
-    _version(wanted=True)
 
 
 @app.command(
@@ -203,52 +184,10 @@ def run_command(
         raise typer.Exit(run(options))
 
 
-@app.command(
-    "status",
-    epilog="""\b
-Examples:
-  elasticctl status                                            what runs on this machine
-  elasticctl status train -w                                   look again every 2 s
-  elasticctl status -o json | jq .data.jobs[0].world_size
-  elasticctl status llm --etcd https://etcd1:2379 --cacert ca.pem --cert me.pem --key me.key
-
-\b
-JSON: {"apiVersion": "elasticd/v1", "kind": "JobStatus", "revision": N, "data": {...}} for one JOB, else kind JobStatusList with data {"jobs": [...]};
-errors are {"error": {"code", "message", "hint"}} on stderr. With -w one such line a look.""",
-)
-def status_command(
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help="Only this job.", show_default=False)] = None,
-    *,
-    etcd: EtcdOption = None,
-    cacert: CacertOption = None,
-    cert: CertOption = None,
-    key: KeyOption = None,
-    cluster: ClusterOption = "default",
-    output: Annotated[StatusOutput, typer.Option("--output", "-o", help="For a person, or for a program.")] = StatusOutput.TABLE,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option("--every", metavar="SEC", help="With --watch: seconds between two looks.")] = 2.0,
-    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 3 if a job shown has ended.")] = False,
-) -> None:
-    """Show how a job is: its state and why, its generation, its nodes, what happened last.
-
-    Without --etcd: jobs that `elasticctl run` of this user runs on this machine.
-    """
-    with reported(as_json=output is StatusOutput.JSON):
-        from elasticd.cli.logs import quiet_logs
-        from elasticd.cli.options import check_range, parse_store
-        from elasticd.cli.status import StatusOptions, status
-
-        quiet_logs()
-        check_range("--every", every, 0.1, 86_400)
-        options = StatusOptions(
-            job=job,
-            cluster=cluster,
-            store=parse_store(etcd or [], cacert, cert, key),
-            as_json=output is StatusOutput.JSON,
-            every=every if watch else None,
-            exit_code=exit_code,
-        )
-        raise typer.Exit(status(options))
+commands_watching.register(app)
+commands_jobs.register(app)
+commands_nodes.register(app)
+commands_watching.register_version(app)
 
 
 def main() -> None:

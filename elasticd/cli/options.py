@@ -15,10 +15,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elasticd.cli.checks import check_range
 from elasticd.errors import KVUnavailableError, UsageError
 from elasticd.kv.types import KVConfig, TLSFiles
 from elasticd.rendezvous.address import address_on_the_way_to
-from elasticd.rendezvous.keys import checked_name
+from elasticd.rendezvous.keys import checked_name, node_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,16 +149,6 @@ def parse_sizes(nodes: int, min_nodes: int, max_nodes: int | None) -> Sizes:
     return Sizes(nodes=nodes, minimum=min_nodes, maximum=maximum)
 
 
-def check_range(option: str, value: float, least: float, most: float) -> None:
-    """Refuse a number out of range, naming the option.
-
-    Raises:
-        UsageError: it is.
-    """
-    if not least <= value <= most:
-        raise UsageError(f"{option} {value:g}: must be from {least:g} to {most:g}")
-
-
 def worker_command(script: Sequence[str], *, module: bool, cwd: Path) -> tuple[str, ...]:
     """The workers' command for SCRIPT [ARGS]... .
 
@@ -209,8 +200,7 @@ def default_log_dir() -> Path:
 
 def default_node() -> str:
     """This machine's name, as far as it can be a node's."""
-    name = "".join(char if char.isascii() and (char.isalnum() or char in "_.-") else "-" for char in socket.gethostname())
-    return name.lstrip("_.-")[:128] or "node"
+    return node_name(socket.gethostname())
 
 
 def address_towards(endpoint: str) -> str:

@@ -11,13 +11,11 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elasticd.cli.job import JobState
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elasticd.cli.follow import AgentEvent, OutputLine
-    from elasticd.cli.job import JobStatus
+    from elasticd.rendezvous.status import JobStatus
 
 _STEP = re.compile(rb"\bstep[ =:]*([0-9]{1,15})", re.IGNORECASE)
 _REPEAT = 60.0
@@ -123,7 +121,7 @@ class Progress:
             seen.world_size = seen.world_size or status.world_size
             seen.nodes = seen.nodes or status.nodes_training
             seen.formed_at = seen.formed_at or status.formed_at
-        if status.state is not JobState.WAITING or not self._registered_nodes or status.why == self._waits_for:
+        if status.state != "waiting" or not self._registered_nodes or status.why == self._waits_for:
             return []
         self._waits_for = status.why
         return [Notice(text=status.why, weight=Weight.WARNING)]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elasticd.cli.options import Store
+from elasticd.daemon.processes import process_start
 from elasticd.errors import UsageError
 from elasticd.kv.types import TLSFiles
 from elasticd.rendezvous.nodelock import default_state_dir
@@ -61,15 +62,6 @@ class RunEntry(BaseModel):
     def alive(self) -> bool:
         """Whether the process that wrote it still runs."""
         return process_start(self.pid) == self.started
-
-
-def process_start(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none, or only its zombie."""
-    try:
-        fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 class Registered:

@@ -2,9 +2,9 @@
 
 Owns: the order in which a run's parts begin and end. Must not: know how they work, or let one of them outlive it.
 
-On one machine: an etcd in a scratch directory, N agents as process trees of their own, and this process that watches them. With --etcd: one agent,
-this machine's part of a job that lives elsewhere. Either way nothing is left at the end: agents and etcd die with this process even by SIGKILL
-(PDEATHSIG), and what they orphan is given to us by the kernel (PR_SET_CHILD_SUBREAPER) and swept.
+On one machine: an etcd in a scratch directory, N nodes (a daemon each, with scratch state, and its agent) as process trees of their own, and this
+process that watches them. With --etcd: one node, this machine's part of a job that lives elsewhere. Either way nothing is left at the end: daemons,
+agents and etcd die with this process even by SIGKILL (PDEATHSIG), and what they orphan is given to us by the kernel (PR_SET_CHILD_SUBREAPER) and swept.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from elasticd.agent.config import AgentConfig
-from elasticd.cli.agents import Agents, adopt_orphans, sweep
 from elasticd.cli.follow import AgentEvent, AgentLogs, last_lines
 from elasticd.cli.follower import Follower
 from elasticd.cli.interrupts import Interrupted, Interrupts
 from elasticd.cli.localetcd import LocalEtcd
+from elasticd.cli.localnodes import LocalNodes, NodePlan, adopt_orphans, sweep
 from elasticd.cli.options import Store, address_towards, default_node
 from elasticd.cli.progress import Notice, Progress, Weight, count
-from elasticd.cli.registry import SCRATCH_PREFIX, Registered, RunEntry, process_start, running
+from elasticd.cli.registry import SCRATCH_PREFIX, Registered, RunEntry, running
 from elasticd.cli.render import age_text
 from elasticd.cli.screen import make_screen
 from elasticd.cli.store import JobWatcher, read_view
 from elasticd.cli.summary import RunOutcome, RunResult, write_summary
-from elasticd.errors import RefusedError, UsageError
+from elasticd.daemon.config import DaemonConfig, Supervision
+from elasticd.daemon.jobs import JobSpec
+from elasticd.daemon.launching import check_fit
+from elasticd.daemon.processes import process_start
+from elasticd.errors import ConflictError, KVPermissionError, RefusedError, UsageError
 from elasticd.kv import EtcdKV
+from elasticd.rendezvous import transitions
 from elasticd.rendezvous.keys import JobKeys
-from elasticd.rendezvous.nodelock import lock_path
+from elasticd.rendezvous.nodelock import default_state_dir, lock_path
+from elasticd.rendezvous.records import TargetRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,16 +97,17 @@ def _run(options: RunOptions, progress: Progress, screen: Screen, interrupts: In
         scratch = _scratch(stack)
         etcd = stack.enter_context(LocalEtcd(scratch / "etcd")) if options.store is None else None
         store = etcd.store if etcd is not None else _existing(options)
-        configs = _configs(options, store)
+        plans = _plans(options, store, scratch)
+        _open_job(options, store)
         if options.fresh_name:
-            stack.callback(_remove_locks, configs)
-        logs = AgentLogs(options.log_dir / options.job, [config.node for config in configs])
-        agents = Agents(configs, scratch)
-        stack.callback(agents.kill)
+            stack.callback(_remove_locks, plans)
+        logs = AgentLogs(options.log_dir / options.job, [plan.name for plan in plans])
+        nodes = LocalNodes(plans)
+        stack.callback(nodes.kill)
         watcher = stack.enter_context(JobWatcher(store, JobKeys(options.cluster, options.job)))
         stack.enter_context(Registered(_entry(options, store, scratch)))
-        _introduce(options, store, screen, configs)
-        follower = Follower(options, agents=agents, logs=logs, watcher=watcher, etcd=etcd, progress=progress, screen=screen, interrupts=interrupts)
+        _introduce(options, store, screen, plans)
+        follower = Follower(options, nodes=nodes, logs=logs, watcher=watcher, etcd=etcd, progress=progress, screen=screen, interrupts=interrupts)
         return follower.to_the_end()
 
 
@@ -130,11 +136,35 @@ def _existing(options: RunOptions) -> Store:
     return store
 
 
-def _remove_locks(configs: list[AgentConfig]) -> None:
+def _open_job(options: RunOptions, store: Store) -> None:
+    """Write what is wanted, if nobody has, or if an ended job is to begin again. Who joins a job that is there takes it as it is."""
+    keys = JobKeys(options.cluster, options.job)
+    target = TargetRecord(
+        scope=keys.scope,
+        min_nodes=options.sizes.minimum,
+        max_nodes=options.sizes.maximum,
+        desired=options.sizes.desired,
+        max_restarts=options.max_restarts,
+        by="elasticctl run",
+    )
+    with EtcdKV(store.kv) as kv:
+        seen = kv.get(keys.target)
+        if seen is not None and not (options.again and read_view(kv, keys).over):
+            return
+        txn = transitions.create_target(keys, target) if seen is None else transitions.reopen(keys, seen, target)
+        try:
+            done = kv.txn(txn.compares, txn.ops).succeeded
+        except KVPermissionError as error:
+            raise transitions.not_ours_to_want(keys, error) from None
+        if not done and read_view(kv, keys).over:
+            raise ConflictError(f"the target of job {options.job!r} was changed meanwhile", remedy="try again")
+
+
+def _remove_locks(plans: list[NodePlan]) -> None:
     """Remove the node locks of a job whose name was made up for this run: nobody will ever take them again."""
-    for config in configs:
+    for plan in plans:
         with contextlib.suppress(OSError):
-            lock_path(config.state_dir, config.cluster, config.job, config.node).unlink()
+            lock_path(default_state_dir(), plan.config.cluster, plan.spec.name, plan.name).unlink()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,40 +179,47 @@ def _nodes(options: RunOptions, store: Store) -> list[_Node]:
     return [_Node(name=options.node or default_node(), address=options.address or address_towards(store.endpoints[0]))]
 
 
-def _configs(options: RunOptions, store: Store) -> list[AgentConfig]:
+def _plans(options: RunOptions, store: Store, scratch: Path) -> list[NodePlan]:
     tls = store.tls
     try:
-        return [
-            AgentConfig(
-                cluster=options.cluster,
-                job=options.job,
-                node=node.name,
-                address=node.address,
-                nproc=options.nproc,
-                argv=options.argv,
-                cwd=options.cwd,
-                log_dir=options.log_dir,
-                endpoints=store.endpoints,
-                cacert=tls.cacert if tls else None,
-                cert=tls.cert if tls else None,
-                key=tls.key if tls else None,
-                min_nodes=options.sizes.minimum,
-                max_nodes=options.sizes.maximum,
-                desired=options.sizes.desired,
-                max_restarts=options.max_restarts,
-                ttl=options.lease_ttl,
-                settle=options.settle,
-                stop_grace=options.stop_grace,
-                leave_timeout=options.stop_grace + _LEAVE_SLACK,
-                frozen_max=options.frozen_max,
-                reopen=options.again,
-            )
-            for node in _nodes(options, store)
-        ]
+        spec = JobSpec(
+            name=options.job,
+            argv=tuple(word.replace("{", "{{").replace("}", "}}") for word in options.argv),
+            cwd=options.cwd,
+            slots=options.nproc,
+            min_nodes=options.sizes.minimum,
+            max_nodes=options.sizes.maximum,
+            nodes=options.sizes.desired,
+            max_restarts=options.max_restarts,
+            ttl=options.lease_ttl,
+            settle=options.settle,
+            stop_grace=options.stop_grace,
+            frozen_max=options.frozen_max,
+            allow_root=True,
+        )
+        plans = []
+        for node in _nodes(options, store):
+            home = scratch / node.name
+            document = {
+                "cluster": options.cluster,
+                "node": node.name,
+                "address": node.address,
+                "slots": options.nproc,
+                "agents": Supervision.CHILDREN,
+                "etcd": {"endpoints": store.endpoints, "cacert": tls and tls.cacert, "cert": tls and tls.cert, "key": tls and tls.key},
+                "paths": {"jobs_dir": home / "jobs.d", "run_dir": home / "run", "state_dir": home / "state", "log_dir": options.log_dir},
+                "metrics": {"listen": ""},
+                "health": {"disk_free_min": 0},
+            }
+            plans.append(NodePlan(config=DaemonConfig.model_validate(document), spec=spec))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{place}: {first['msg']}" if place else str(first["msg"])) from None
+        said = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{place}: {said}" if place else said) from None
+    for plan in plans:
+        check_fit(plan.config, spec)
+    return plans
 
 
 def _entry(options: RunOptions, store: Store, scratch: Path) -> RunEntry:
@@ -202,11 +239,11 @@ def _entry(options: RunOptions, store: Store, scratch: Path) -> RunEntry:
     )
 
 
-def _introduce(options: RunOptions, store: Store, screen: Screen, configs: list[AgentConfig]) -> None:
+def _introduce(options: RunOptions, store: Store, screen: Screen, plans: list[NodePlan]) -> None:
     """Say what runs, where its logs are, and how another node joins."""
-    nodes = ", ".join(config.node for config in configs) if len(configs) <= 4 else count(len(configs), "node")
+    nodes = ", ".join(plan.name for plan in plans) if len(plans) <= 4 else count(len(plans), "node")
     logs = options.log_dir / options.job
-    fields = {"job": options.job, "nodes": [config.node for config in configs], "etcd": list(store.endpoints), "log_dir": str(logs)}
+    fields = {"job": options.job, "nodes": [plan.name for plan in plans], "etcd": list(store.endpoints), "log_dir": str(logs)}
     screen.event(AgentEvent(node="elasticctl", name="run_started", at=time.time(), fields=fields))
     screen.notice(Notice(text=f"job {options.job}: {nodes} of {count(options.nproc, 'worker')} each; etcd at {', '.join(store.endpoints)}"))
     screen.notice(Notice(text=f"logs are in {logs}"))

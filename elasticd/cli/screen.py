@@ -22,7 +22,8 @@ from rich.text import Text
 
 from elasticd.cli.options import Show
 from elasticd.cli.progress import Notice, Weight, cause_text
-from elasticd.cli.render import age_text, clock_text, of_text, ranks_text, rfc3339, state_text
+from elasticd.cli.render import age_text, clock_text, of_text, ranks_text, state_text
+from elasticd.observability.times import rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,18 +1,15 @@
-"""`elasticctl status`: one job, or all there are.
+"""`elasticctl status` where etcd itself is asked: one job, or all there are.
 
-Owns: which etcd to ask about what, and when to ask again. Must not: interpret (`job`) or lay out (`render`).
+Owns: which etcd to ask about what. Must not: interpret (`rendezvous.status`) or lay out (`render`).
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.text import Text
-
+from elasticd.cli.looking import Picture, show
 from elasticd.cli.registry import running
 from elasticd.cli.render import jobs_to_screen, list_to_json, to_json, to_screen
 from elasticd.cli.store import read_job, read_jobs
@@ -23,8 +20,10 @@ from elasticd.rendezvous.keys import JobKeys, checked_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticd.cli.job import JobStatus
+    from rich.console import RenderableType
+
     from elasticd.cli.options import Store
+    from elasticd.rendezvous.status import JobStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,14 +67,13 @@ def status(options: StatusOptions) -> int:
     if options.job is not None:
         checked_name("job", options.job)
     checked_name("cluster", options.cluster)
-    if options.every is None:
-        found = _look(options)
-        _show(found, options)
-        return 3 if options.exit_code and any(one.state.over for one, _ in found) else 0
-    while True:
-        began = time.monotonic()
-        _show_again(options)
-        time.sleep(max(0.0, options.every - (time.monotonic() - began)))
+    shown = show(lambda: _picture(_look(options), options), as_json=options.as_json, every=options.every)
+    return 3 if options.exit_code and shown.over else 0
+
+
+def runs_here(job: str | None) -> bool:
+    """Whether an `elasticctl run` of this user runs this job on this machine; None is any job."""
+    return any(job in (None, run.job) for run in running())
 
 
 def _look(options: StatusOptions) -> list[tuple[JobStatus, Sequence[str]]]:
@@ -113,11 +111,8 @@ def _ask(source: _Source) -> list[JobStatus]:
         return [read_job(kv, JobKeys(source.cluster, source.job))]
 
 
-def _show(found: Sequence[tuple[JobStatus, Sequence[str]]], options: StatusOptions) -> None:
-    if options.as_json:
-        print(_json(found, options), flush=True)
-    else:
-        _console().print(_screen(found))
+def _picture(found: Sequence[tuple[JobStatus, Sequence[str]]], options: StatusOptions) -> Picture:
+    return Picture(json=_json(found, options), screen=lambda: _screen(found), over=any(one.state.over for one, _ in found))
 
 
 def _json(found: Sequence[tuple[JobStatus, Sequence[str]]], options: StatusOptions) -> str:
@@ -127,32 +122,8 @@ def _json(found: Sequence[tuple[JobStatus, Sequence[str]]], options: StatusOptio
     return list_to_json(found)
 
 
-def _screen(found: Sequence[tuple[JobStatus, Sequence[str]]]) -> object:
+def _screen(found: Sequence[tuple[JobStatus, Sequence[str]]]) -> RenderableType:
     if len(found) == 1:
         one, endpoints = found[0]
         return to_screen(one, store=endpoints, now=time.time())
     return jobs_to_screen([one for one, _ in found])
-
-
-def _show_again(options: StatusOptions) -> None:
-    """One picture of a watch. Errors are shown in place and the watch goes on: etcd may come back, the job may start."""
-    try:
-        found = _look(options)
-    except ElasticdError as error:
-        if options.as_json:
-            print(f"elasticctl: {error}", file=sys.stderr, flush=True)
-            return
-        picture: object = Text(str(error), style="red")
-    else:
-        if options.as_json:
-            print(_json(found, options), flush=True)
-            return
-        picture = _screen(found)
-    console = _console()
-    if console.is_terminal:
-        console.clear()
-    console.print(picture)
-
-
-def _console() -> Console:
-    return Console(highlight=False)

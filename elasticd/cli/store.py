@@ -1,6 +1,6 @@
 """Reading jobs from etcd, and asking one to stop.
 
-Owns: one look at a job, all jobs of a cluster, and a thread that keeps looking while a run lasts. Must not: interpret what it reads (`job`).
+Owns: one look at a job, all jobs of a cluster, and a thread that keeps looking while a run lasts. Must not: interpret what it reads (`rendezvous.status`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from elasticd.cli.job import JobStatus, job_status
 from elasticd.errors import ConflictError, KVError, NotRunningError, RecordError, UsageError
 from elasticd.kv import EtcdKV, Listing
 from elasticd.rendezvous import transitions
 from elasticd.rendezvous.keys import JobKeys, jobs_prefix
 from elasticd.rendezvous.records import TargetRecord, parse
+from elasticd.rendezvous.status import JobStatus, job_status
 from elasticd.rendezvous.view import Ledger, View
 
 if TYPE_CHECKING:

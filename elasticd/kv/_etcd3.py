@@ -25,6 +25,8 @@ _SWITCH = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 # Unless told otherwise, gRPC's core writes each failed TLS handshake to stderr, several a second; our errors word it once.
 _VERBOSITY = "GRPC_VERBOSITY"
 
+_LONGEST_WAIT = 5.0  # seconds; deadlines that are nearer are kept to
+
 etcd3: Any = None
 rpc: Any = None
 grpc: Any = None
@@ -44,6 +46,7 @@ def load() -> None:
             _refuse_foreign_protobuf()
             grpc, etcd3 = _import_pure()
             rpc = etcd3.etcdrpc
+            _wait_without_polling(grpc)
 
 
 def _refuse_foreign_protobuf() -> None:
@@ -63,6 +66,17 @@ def _import_pure() -> tuple[Any, Any]:
         import etcd3 as library
         import grpc as transport
     return transport, library
+
+
+def _wait_without_polling(transport: Any) -> None:
+    """Let whoever waits for gRPC sleep until it is notified.
+
+    gRPC wakes each waiting thread ten times a second, so that Python 2 would hear signals: 1 ms a second for every watch, a tenth of a core for what
+    a daemon and its agents hold. A release that has no such constant any more needs nothing.
+    """
+    common = getattr(transport, "_common", None)
+    if common is not None and hasattr(common, "MAXIMUM_WAIT_TIMEOUT"):
+        common.MAXIMUM_WAIT_TIMEOUT = _LONGEST_WAIT
 
 
 @contextlib.contextmanager

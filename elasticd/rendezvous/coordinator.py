@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from elasticd.errors import KVPermissionError
 from elasticd.rendezvous import transitions
 from elasticd.rendezvous.membership import Activate, Decision, Drain, End, Memory, Propose, Timing, Wait, observe, plan
 from elasticd.rendezvous.sight import LOOK_EVERY
@@ -44,6 +45,7 @@ class Coordinator:
         self._send = send
         self._memory = Memory()
         self._seen = View(revision=0)
+        self._forbidden: tuple[str, int] | None = None
         self._undone: Decision | None = None
         self._undone_since = 0.0
         self._said = ""
@@ -144,8 +146,17 @@ class Coordinator:
                 continue
             if keyed is None or key not in view.repairable:
                 self.why = f"{view.problems[key]}; what stood there last is not known here: membership is frozen until somebody puts it right"
+            elif (key, seen) == self._forbidden:
+                self.why = f"{view.problems[key]}; this node may not put it right: membership is frozen until an operator does"
             else:
-                log.warning("repairing", key=key)
-                self._send(transitions.repair(key, keyed.record, seen))
+                self._put_right(key, keyed, seen)
             return True
         return False
+
+    def _put_right(self, key: str, keyed: Keyed[Record], seen: int) -> None:
+        log.warning("repairing", key=key)
+        try:
+            self._send(transitions.repair(key, keyed.record, seen))
+        except KVPermissionError as error:  # what operators write is not a node's to write, where etcd has roles
+            self._forbidden = (key, seen)
+            log.error("not_repaired", key=key, error=str(error))  # noqa: TRY400 - etcd's word, not a fault of ours

@@ -71,6 +71,8 @@ class Desk:
         self._own = OwnState()
         self._dirty = False
         self._directive: Directive = Stay(why="starting")
+        self._stopping = False
+        self._unobeyed_since: float | None = None
         self._assignment: Assignment | None = None
         self._returned: socket.socket | None = None
         self._over: GenerationRecord | None = None
@@ -135,10 +137,16 @@ class Desk:
             while os.read(self._wake_read, 4096):
                 pass
 
+    def stopping(self) -> None:
+        """The workers are being stopped, so that an order to do so is obeyed already."""
+        with self._changed:
+            self._stopping, self._unobeyed_since = True, None
+
     def report_stopped(self, generation: int, outcome: Outcome | None, unreachable: Sequence[str]) -> None:
         """The workers of `generation` are stopped for good."""
         with self._changed:
             self._running = None
+            self._stopping, self._unobeyed_since = False, None
             self._own = OwnState(
                 stopped=max(self._own.stopped, generation),
                 outcome=outcome or self._own.outcome,
@@ -211,10 +219,19 @@ class Desk:
             if isinstance(directive, Stop | Leave) and self._assignment is not None:
                 withdrawn, self._assignment = self._assignment, None  # nobody took it yet, so nothing older than the order starts (PROTOCOL 11)
                 self._take_back(withdrawn)
+            waits = isinstance(directive, Stop | Leave) and self._running is not None and not self._stopping
+            # Another order does not begin the time anew: it would be one of the loop's, which turns.
+            self._unobeyed_since = (self._unobeyed_since or time.monotonic()) if waits else None
             self._changed.notify_all()
         with suppress(OSError):  # full of unread wake-ups: it is awake; or closed
             os.write(self._wake_write, b"w")
         return True
+
+    @property
+    def unobeyed(self) -> float:
+        """Seconds for which the main thread has left an order to stop its workers unheard; 0 if there is none."""
+        with self._changed:
+            return 0.0 if self._unobeyed_since is None else time.monotonic() - self._unobeyed_since
 
     def close(self) -> None:
         """No more wake-ups."""
@@ -230,6 +247,7 @@ class Desk:
             if self._running is not None or self._own.leaving:
                 return False
             self._running = assignment.generation.number
+            self._stopping, self._unobeyed_since = False, None
             self._assignment = assignment
             self._changed.notify_all()
         return True

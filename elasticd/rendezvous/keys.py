@@ -1,17 +1,22 @@
-"""Names of a job's keys in etcd.
+"""Names of the keys in etcd.
 
 Owns: the layout below one prefix. Must not: read or write anything.
 
 ::
 
-    /elasticd/v1/<cluster>/jobs/<job>/
-        target              wanted size and limits
-        proposal            the coordinator's next world, pending
-        generation          the world that trains, or how the job ended
-        budget              restarts used
-        checkpoint          newest committed checkpoint
-        members/<node>      one agent each, under its lease
-        events/<slot>-<what>  ring of what happened
+    /elasticd/v1/<cluster>/
+        nodes/<node>            a daemon, under its lease
+        nodes-policy/<node>     operators' word about a node: cordoned, drained
+        audit/<slot>            ring of what operators changed
+        jobs/<job>/
+            target              wanted size and limits
+            proposal            the coordinator's next world, pending
+            generation          the world that trains, or how the job ended
+            budget              restarts used
+            checkpoint          newest committed checkpoint
+            members/<node>      one agent each, under its lease
+            requests/<kind>     what operators ask of the generation that trains
+            events/<slot>-<what>  ring of what happened
 """
 
 from __future__ import annotations
@@ -36,6 +41,12 @@ def checked_name(kind: str, name: str) -> str:
         msg = f"{kind} {name!r} is not a usable name"
         raise UsageError(msg, remedy='use letters, digits, "_", "." and "-", at most 128, beginning with a letter or digit')
     return name
+
+
+def node_name(host: str) -> str:
+    """A host's name, as far as it can be a node's."""
+    name = "".join(char if char.isascii() and (char.isalnum() or char in "_.-") else "-" for char in host)
+    return name.lstrip("_.-")[:128] or "node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,15 @@ class JobKeys:
         """Prefix of the ring of events."""
         return self.prefix + "events/"
 
+    @property
+    def requests(self) -> str:
+        """Prefix of what is asked of the generation that trains."""
+        return self.prefix + "requests/"
+
+    def request(self, kind: str) -> str:
+        """The request of one kind; a newer one takes its place."""
+        return self.requests + checked_name("request", kind)
+
     def member(self, node: str) -> str:
         """One node's member key."""
         return self.members + checked_name("node", node)
@@ -104,6 +124,59 @@ class JobKeys:
         return f"{self.events}{number % EVENT_SLOTS:02d}-{what}"
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterKeys:
+    """The keys of one cluster that belong to no job."""
+
+    cluster: str
+
+    def __post_init__(self) -> None:
+        """Refuse a name that would escape the prefix."""
+        checked_name("cluster", self.cluster)
+
+    @property
+    def scope(self) -> str:
+        """What every record of this cluster repeats."""
+        return self.cluster
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of everything below."""
+        return f"{ROOT}/{self.cluster}/"
+
+    @property
+    def nodes(self) -> str:
+        """Prefix of the daemons."""
+        return self.prefix + "nodes/"
+
+    @property
+    def policies(self) -> str:
+        """Prefix of operators' words about nodes."""
+        return self.prefix + "nodes-policy/"
+
+    @property
+    def jobs(self) -> str:
+        """Prefix of all jobs."""
+        return self.prefix + "jobs/"
+
+    @property
+    def audit(self) -> str:
+        """Prefix of the ring of operators' changes."""
+        return self.prefix + "audit/"
+
+    def node(self, name: str) -> str:
+        """One daemon's key."""
+        return self.nodes + checked_name("node", name)
+
+    def policy(self, name: str) -> str:
+        """Operators' word about one node."""
+        return self.policies + checked_name("node", name)
+
+    def job(self, name: str) -> JobKeys:
+        """The keys of one job."""
+        return JobKeys(self.cluster, name)
+
+
 def jobs_prefix(cluster: str) -> str:
     """Prefix of all jobs of a cluster."""
-    return f"{ROOT}/{checked_name('cluster', cluster)}/jobs/"
+    return ClusterKeys(cluster).jobs

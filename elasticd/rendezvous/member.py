@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from elasticd.errors import ElasticdError, KVClosedError, KVError, LeaseLostError, RefusedError
+from elasticd.errors import ElasticdError, KVClosedError, KVError, KVPermissionError, LeaseLostError, RefusedError
 from elasticd.kv import EtcdKV
 from elasticd.rendezvous import transitions
 from elasticd.rendezvous.coordinator import Coordinator
@@ -44,11 +44,18 @@ RETRY_EVERY: Final = 0.5
 
 
 class Member:
-    """See the module. All methods may be called from any thread; those that wait are for the agent's main thread."""
+    """See the module. All methods may be called from any thread; those that wait are for the agent's main thread.
 
-    def __init__(self, config: MemberConfig, *, kv: EtcdKV | None = None) -> None:
+    Args:
+        kv: somebody else's client, who closes it; None: one of its own.
+        attentive: the main thread promises to look at `directive` at least twice a TTL while its workers run, and to say `stopping` as soon as it
+            stops them. If it does not, it hangs, and the lease is let go (PROTOCOL 6). torchrun's cannot promise that.
+    """
+
+    def __init__(self, config: MemberConfig, *, kv: EtcdKV | None = None, attentive: bool = False) -> None:
         self._config = config
-        self._lent = kv  # somebody else's client, who closes it
+        self._lent = kv
+        self._attentive = attentive
         self._keys = config.keys
         self._timing = config.timing
         self._wake = threading.Event()
@@ -167,6 +174,10 @@ class Member:
         """What the job waits for, in one line, as far as this member knows."""
         return self._desk.why
 
+    def stopping(self) -> None:
+        """The workers are being stopped, by order or for their own failure; ends with `report_stopped`."""
+        self._desk.stopping()
+
     def report_stopped(self, generation: int, outcome: Outcome | None = None, unreachable: Sequence[str] = ()) -> None:
         """The workers of `generation` are stopped for good.
 
@@ -212,7 +223,7 @@ class Member:
         """Write the job's size if nobody has; refuse a job that has ended unless it is to be opened again."""
         self._seen.load()
         if self._seen.view.target is None:
-            self._send(transitions.create_target(self._keys, self._config.target()))
+            self._write_target(transitions.create_target(self._keys, self._config.target()))
             self._seen.load()
         view = self._seen.view
         if not view.over:
@@ -225,8 +236,14 @@ class Member:
                 remedy="give another job name, or ask to start this one again",
             )
         assert self._kv is not None  # connect made it
-        self._send(transitions.reopen(self._keys, self._kv.get(self._keys.target), self._config.target()))
+        self._write_target(transitions.reopen(self._keys, self._kv.get(self._keys.target), self._config.target()))
         self._seen.load()
+
+    def _write_target(self, txn: transitions.Txn) -> None:
+        try:
+            self._send(txn)
+        except KVPermissionError as error:
+            raise transitions.not_ours_to_want(self._keys, error) from None
 
     def _begin_blind(self) -> None:
         """Who comes first after an outage sees the others' keys missing: give them one TTL to come back (PROTOCOL 4)."""
@@ -258,19 +275,28 @@ class Member:
         self._ticked_at = time.monotonic()
 
     def _may_renew(self) -> bool:
-        """Renew only while the loop turns (PROTOCOL 6); asked by the keepalive thread each TTL/3."""
+        """Renew only while the loop turns, and the main thread obeys (PROTOCOL 6); asked by the keepalive thread each TTL/3."""
         if not self._started:
             return not self._closing  # still registering, in the caller's thread
         still = time.monotonic() - self._ticked_at
+        event, still = max(("loop_stuck", still), ("main_thread_stuck", self._disobeyed), key=lambda one: one[1])
         if still <= self._timing.ttl:
             self._missed_ticks = 0
             return True
+        log.error(event, seconds=round(still, 1))
+        self._end_if_stuck(still)
+        return False
+
+    @property
+    def _disobeyed(self) -> float:
+        """Seconds for which a main thread that promised to listen has not."""
+        return self._desk.unobeyed if self._attentive else 0.0
+
+    def _end_if_stuck(self, still: float) -> None:
         self._missed_ticks += 1
-        log.error("loop_stuck", seconds=round(still, 1))
         # Twice, so that a process that was stopped and has just been continued gets a chance to turn once.
         if still > self._timing.frozen_max and self._missed_ticks > 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return False
 
     def _run(self) -> None:
         while not self._closing:
@@ -448,6 +474,8 @@ class Member:
         running = self._desk.running
         if running is not None:
             self._direct(Stop(number=running, mode=Mode.KILL, why="this node's lease ended: it is no longer a member"))
+            if self._disobeyed > self._timing.frozen_max:
+                self._end_if_stuck(self._disobeyed)  # the keepalive thread ended with the lease, and those workers must end too (PROTOCOL 15)
             self._next_turn = time.monotonic() + RETRY_EVERY  # the report wakes the loop sooner
             return
         if held is not None:

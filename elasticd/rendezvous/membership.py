@@ -22,6 +22,7 @@ from elasticd.rendezvous.records import (
     MemberRecord,
     Mode,
     ProposalRecord,
+    RequestKind,
     Result,
     ResumePoint,
     StoreAddress,
@@ -336,6 +337,10 @@ def _plan_running(view: View, target: TargetRecord, what: Fate, now: float, memo
         return Wait(why=f"{len(what.finished)} of {len(what.finished) + len(what.running)} nodes have finished")
     if what.leaving:
         return _propose(view, target, Mode.AGREED_STOP, Cause(kind=CauseKind.LEAVE, nodes=_nodes(_ids(what.leaving))), marks)
+    if asked := view.asked(RequestKind.RESTART):
+        return _propose(view, target, Mode.AGREED_STOP, Cause(kind=CauseKind.RESTART, detail=asked.reason), marks)
+    if target.paused:
+        return Wait(why="training, paused: nobody joins and nothing is scaled")
     return _plan_size(view, target, marks, now, memory, timing)
 
 

@@ -33,38 +33,37 @@ def lock_path(directory: Path, cluster: str, job: str, node: str) -> Path:
     return directory / f"{job[:64]}-{node[:64]}-{digest}.lock"
 
 
-class NodeLock:
-    """Exclusive for (cluster, job, node) on this machine, held until closed or until the process ends.
+class FileLock:
+    """Exclusive on this machine, held until closed or until the process ends.
+
+    Args:
+        directory: made with mode 0700 if it is missing; it must be ours, and nobody else may write in it.
+        name: of the file.
+        what: what the holder is, for the message: "serves node x".
 
     Raises:
-        RefusedError: a living agent holds it.
+        RefusedError: a living process holds it.
         UsageError: the directory cannot be used.
     """
 
-    def __init__(self, directory: Path, cluster: str, job: str, node: str) -> None:
-        for kind, name in (("cluster", cluster), ("job", job), ("node", node)):
-            checked_name(kind, name)
-        self.path = lock_path(directory, cluster, job, node)
+    def __init__(self, directory: Path, name: str, *, what: str, remedy: str) -> None:
+        self.path = directory / name
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = directory.stat()
-            if status.st_uid != os.getuid():
-                msg = f"{directory} belongs to another user"
-                raise UsageError(msg, remedy="set XDG_RUNTIME_DIR to a directory of your own")
+            if status.st_uid != os.geteuid():
+                raise UsageError(f"{directory} belongs to another user", remedy="give a directory of your own (XDG_RUNTIME_DIR, or run_dir)")
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                msg = f"{directory} can be written by others"
-                raise UsageError(msg, remedy=f"chmod go-w {directory}")
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                raise UsageError(f"{directory} can be written by others", remedy=f"chmod go-w {directory}")
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            msg = f"cannot use {self.path}: {error.strerror}"
-            raise UsageError(msg, remedy="give a directory that can be written") from None
+            raise UsageError(f"cannot use {self.path}: {error.strerror}", remedy="give a directory that can be written") from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
             os.close(self._fd)
-            msg = f"another agent (pid {holder or 'unknown'}) serves job {job!r} as node {node!r} on this machine"
-            raise RefusedError(msg, remedy="stop it first, or give this one another node name") from None
+            raise RefusedError(f"another {what.format(pid=holder or 'unknown')}", remedy=remedy) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -79,3 +78,22 @@ class NodeLock:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+
+class NodeLock(FileLock):
+    """Exclusive for (cluster, job, node) on this machine.
+
+    Raises:
+        RefusedError: a living agent holds it.
+        UsageError: the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, cluster: str, job: str, node: str) -> None:
+        for kind, name in (("cluster", cluster), ("job", job), ("node", node)):
+            checked_name(kind, name)
+        super().__init__(
+            directory,
+            lock_path(directory, cluster, job, node).name,
+            what=f"agent (pid {{pid}}) serves job {job!r} as node {node!r} on this machine",
+            remedy="stop it first, or give this one another node name",
+        )

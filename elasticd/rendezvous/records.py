@@ -143,6 +143,7 @@ class CauseKind(StrEnum):
     WORKER_STOPPED = "worker_stopped"
     LEAVE = "leave"
     SCALE = "scale"
+    RESTART = "restart"  # an operator's word
     STOP = "stop"  # an operator's word
 
 
@@ -254,6 +255,10 @@ class GenerationRecord(Record):
         raise KeyError(str(member))
 
 
+Parameter = bool | int | float | Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$")]
+"""A value that etcd may hand to a job: a number, a yes or no, or one of the words that the node's own job file lists."""
+
+
 class TargetRecord(Record):
     """`target`: what operators want. Numbers and names, never a command.
 
@@ -261,6 +266,9 @@ class TargetRecord(Record):
         run: false asks for an orderly stop.
         desired: nodes wanted; nodes above it stand by.
         max_restarts: failures of workers the job may have in all.
+        paused: nothing is changed of free will: nobody joins, nothing is scaled. Recovery goes on.
+        parameters: values for the parameters that each node's job file declares.
+        by: who wrote it last.
     """
 
     run: bool = True
@@ -269,6 +277,9 @@ class TargetRecord(Record):
     desired: Annotated[int, Field(ge=1, le=100_000)]
     max_restarts: Annotated[int, Field(ge=0, le=1_000_000)] = 10
     reason: Text = ""
+    paused: bool = False
+    parameters: Annotated[dict[Name, Parameter], Field(max_length=64)] = {}
+    by: Text = ""
 
     @property
     def limit(self) -> int:
@@ -302,6 +313,106 @@ class EventRecord(Record):
     number: Number
     at: float
     what: Annotated[str, Field(max_length=64)]
+    detail: Text = ""
+
+
+class RequestKind(StrEnum):
+    """What may be asked of a generation that trains."""
+
+    RESTART = "restart"
+    CHECKPOINT = "checkpoint"
+
+
+class RequestRecord(Record):
+    """`requests/<kind>`: something asked of one generation; with the next one it is void.
+
+    Attributes:
+        generation: the one it is asked of.
+        by: who asks.
+        at: seconds since the epoch, for people.
+    """
+
+    kind: RequestKind
+    generation: Annotated[int, Field(ge=1, lt=2**53)]
+    reason: Text = ""
+    by: Text = ""
+    at: float = 0.0
+
+
+class NodeJobState(StrEnum):
+    """How one job stands on one node, as its daemon sees it."""
+
+    RUNNING = "running"  # its agent runs
+    STARTING = "starting"
+    LEAVING = "leaving"  # its agent was asked to leave
+    WAITING = "waiting"  # for slots, or for the time after a failure
+    CHECKING = "checking"  # its health check runs
+    KEPT_OUT = "kept_out"  # the node is cordoned or drained
+    REFUSED = "refused"  # its file is not fit, or its agent said that it cannot work
+    ENDED = "ended"  # it has ended
+    IDLE = "idle"  # nobody wants it to run
+
+
+class NodeJob(Part):
+    """One job on one node."""
+
+    name: Name
+    state: NodeJobState
+    slots: Annotated[int, Field(ge=0, le=1024)] = 0
+    why: Text = ""
+
+
+class NodeRecord(Record):
+    """`nodes/<node>`: a daemon, under its lease.
+
+    Attributes:
+        incarnation: random, one for each start of the daemon.
+        address: where peers reach the node.
+        slots: workers it can run at most, one for each GPU where it has any.
+        gpus: UUIDs of its GPUs.
+        jobs: the jobs that it may run, and how they stand here.
+        problems: what an operator should know: job files refused, checks that failed.
+    """
+
+    node: Name
+    incarnation: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    address: Annotated[str, Field(min_length=1, max_length=255)]
+    slots: Annotated[int, Field(ge=0, le=1024)]
+    gpus: Annotated[tuple[Text, ...], Field(max_length=1024)] = ()
+    labels: Annotated[dict[Name, Annotated[str, Field(max_length=128)]], Field(max_length=64)] = {}
+    version: Annotated[str, Field(max_length=64)]
+    boot_id: Annotated[str, Field(max_length=64)]
+    started_at: float = 0.0
+    jobs: Annotated[tuple[NodeJob, ...], Field(max_length=256)] = ()
+    problems: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
+
+
+class NodePolicyRecord(Record):
+    """`nodes-policy/<node>`: operators' word about a node, and the daemon's own after a failed check. No key is: as usual.
+
+    Attributes:
+        cordoned: nothing new is started; what runs goes on.
+        draining: its agents leave their jobs, and none is started.
+        reason: why, for people.
+        by: who.
+        at: seconds since the epoch, for people.
+    """
+
+    cordoned: bool = False
+    draining: bool = False
+    reason: Text
+    by: Text = ""
+    at: float = 0.0
+
+
+class AuditRecord(Record):
+    """`audit/<slot>`: one change that somebody made by the API."""
+
+    at: float
+    node: Name
+    by: Text
+    action: Annotated[str, Field(max_length=64)]
+    subject: Annotated[str, Field(max_length=256)]
     detail: Text = ""
 
 

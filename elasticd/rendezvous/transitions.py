@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elasticd.errors import KVPermissionError
 from elasticd.kv.types import Compare, Delete, KeyValue, Op, Put, Target
 from elasticd.rendezvous.keys import JobKeys
 from elasticd.rendezvous.membership import Activate, End, Propose
@@ -22,6 +23,7 @@ from elasticd.rendezvous.records import (
     MemberRecord,
     ProposalRecord,
     Record,
+    RequestRecord,
     TargetRecord,
 )
 from elasticd.rendezvous.view import Keyed, View
@@ -50,6 +52,12 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
+def not_ours_to_want(keys: JobKeys, error: KVPermissionError) -> KVPermissionError:
+    """The same refusal, with what to do: where etcd has roles, what is wanted of a job is written by operators."""
+    message = f"this certificate may not say what is wanted of job {keys.job!r} ({error.message})"
+    return KVPermissionError(message, remedy=f"start it with `elasticctl start {keys.job}`, or give the job its roles in etcd")
+
+
 def create_target(keys: JobKeys, target: TargetRecord) -> Txn:
     """Write the job's size, unless somebody has."""
     return Txn((Compare(key=keys.target, target=Target.CREATE, op="==", value=0),), (Put(key=keys.target, value=target.to_bytes()),))
@@ -65,6 +73,13 @@ def write_target(keys: JobKeys, seen: KeyValue | None, target: TargetRecord) -> 
     """Change the job's size, or reopen it, as long as nobody else did meanwhile."""
     compare = Compare(key=keys.target, target=Target.MOD, op="==", value=seen.mod_revision if seen else 0)
     return Txn((compare,), (Put(key=keys.target, value=target.to_bytes()),))
+
+
+def request(keys: JobKeys, record: RequestRecord, seen: KeyValue | None, generation: Keyed[GenerationRecord]) -> Txn:
+    """Ask something of the generation that trains, as long as it still does and nobody asked the same meanwhile."""
+    key = keys.request(record.kind.value)
+    compare = Compare(key=key, target=Target.MOD, op="==", value=seen.mod_revision if seen else 0)
+    return Txn((compare, unchanged(keys.generation, generation)), (Put(key=key, value=record.to_bytes()),))
 
 
 def register(keys: JobKeys, record: MemberRecord, lease: int) -> Txn:

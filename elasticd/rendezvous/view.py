@@ -26,6 +26,8 @@ from elasticd.rendezvous.records import (
     MemberRecord,
     ProposalRecord,
     Record,
+    RequestKind,
+    RequestRecord,
     TargetRecord,
     parse,
 )
@@ -59,6 +61,7 @@ class View:
     budget: Keyed[BudgetRecord] | None = None
     checkpoint: Keyed[CheckpointRecord] | None = None
     members: Mapping[str, Keyed[MemberRecord]] = field(default_factory=dict)
+    requests: Mapping[RequestKind, RequestRecord] = field(default_factory=dict)
     events: tuple[EventRecord, ...] = ()
     problems: Mapping[str, str] = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
@@ -110,6 +113,11 @@ class View:
     def over(self) -> bool:
         """Whether the job has ended and nobody reopened it."""
         return bool(self.generation and self.generation.record.ended and not self.reopened)
+
+    def asked(self, kind: RequestKind) -> RequestRecord | None:
+        """What is asked of the generation that trains; what was asked of an earlier one is void."""
+        request = self.requests.get(kind)
+        return request if request and self.active and request.generation == self.active.number else None
 
     @property
     def restarts_used(self) -> int:
@@ -213,6 +221,9 @@ class Ledger:
             if isinstance(record, MemberRecord) and self._keys.members + record.id.node != item.key:
                 msg = f"{item.key}: holds the record of node {record.id.node!r}"
                 raise RecordError(msg)
+            if isinstance(record, RequestRecord) and self._keys.requests + record.kind.value != item.key:
+                msg = f"{item.key}: holds a request of kind {record.kind.value!r}"
+                raise RecordError(msg)
         except RecordError as error:
             self._problems[item.key] = error.message
             self._damaged[item.key] = item.mod_revision
@@ -229,6 +240,8 @@ class Ledger:
             return MemberRecord
         if key.startswith(self._keys.events):
             return EventRecord
+        if key.startswith(self._keys.requests):
+            return RequestRecord
         return _SINGLE.get(key.removeprefix(self._keys.prefix))
 
     def _single(self, key: str, model: type[R]) -> Keyed[R] | None:
@@ -246,11 +259,14 @@ class Ledger:
     def _build(self) -> View:
         members: dict[str, Keyed[MemberRecord]] = {}
         events: list[EventRecord] = []
+        requests: dict[RequestKind, RequestRecord] = {}
         for key, keyed in self._good.items():
             if isinstance(keyed.record, MemberRecord):
                 members[keyed.record.id.node] = keyed  # type: ignore[assignment]  # as in _single
             elif isinstance(keyed.record, EventRecord) and key.startswith(self._keys.events):
                 events.append(keyed.record)
+            elif isinstance(keyed.record, RequestRecord):
+                requests[keyed.record.kind] = keyed.record
         return View(
             revision=self._revision,
             target=self._single(self._keys.target, TargetRecord),
@@ -259,6 +275,7 @@ class Ledger:
             budget=self._single(self._keys.budget, BudgetRecord),
             checkpoint=self._single(self._keys.checkpoint, CheckpointRecord),
             members=MappingProxyType(members),
+            requests=MappingProxyType(requests),
             events=tuple(sorted(events, key=lambda event: event.number)),
             problems=MappingProxyType(dict(self._problems)),
             damaged=MappingProxyType(dict(self._damaged)),

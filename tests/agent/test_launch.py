@@ -242,7 +242,7 @@ def test_environment_is_scrubbed_of_what_systemd_gave_the_agent() -> None:
     """A worker must not answer the agent's watchdog, take its sockets or read its credentials."""
     agent_only = dict.fromkeys(
         ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "LISTEN_PIDFDID", "CREDENTIALS_DIRECTORY"), "x"
-    )
+    ) | {"INVOCATION_ID": "x", "JOURNAL_STREAM": "x"}
     base = {"PATH": "/bin", "RANK": "stale", **agent_only}
     assert worker_environment(base, {"RANK": "3", "NOTIFY_SOCKET": "again"}) == {"PATH": "/bin", "RANK": "3"}
     assert base["RANK"] == "stale"
@@ -251,6 +251,57 @@ def test_environment_is_scrubbed_of_what_systemd_gave_the_agent() -> None:
 def test_variable_that_only_looks_like_systemds_is_kept() -> None:
     """A user's LISTEN_ADDRESS is a user's."""
     assert worker_environment({"LISTEN_ADDRESS": "a"}, {}) == {"LISTEN_ADDRESS": "a"}
+
+
+def test_a_worker_stays_on_its_cpus(launch: MakeLaunch, start: Start, tmp_path: Path) -> None:
+    """Each its own; one without any runs where the agent may."""
+    first, *_ = allowed = sorted(os.sched_getaffinity(0))
+    show = "import os; print(sorted(os.sched_getaffinity(0)))"
+    assert wait_exit(start(launch(show, cpus=(first,)), launch(show, rank=1))) == {0: 0, 1: 0}
+    assert (tmp_path / "stdout-0.log").read_text() == f"[{first}]\n"
+    assert (tmp_path / "stdout-1.log").read_text() == f"{allowed}\n"
+
+
+def test_cpus_that_this_container_does_not_have_are_no_reason_not_to_train(launch: MakeLaunch, start: Start, tmp_path: Path) -> None:
+    """It says so, and runs anywhere."""
+    assert wait_exit(start(launch("import os; print(len(os.sched_getaffinity(0)))", cpus=(1000,)))) == {0: 0}
+    assert (tmp_path / "stdout-0.log").read_text() == f"{len(os.sched_getaffinity(0))}\n"
+    assert (tmp_path / "stderr-0.log").read_text() == "elasticd: cannot run on CPUs 1000 alone: Invalid argument; runs on any\n"
+
+
+# --- a signal for those that want it
+
+# Waits on a wakeup descriptor, as above.
+SAY_USR1 = """
+import os, signal
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+signal.signal(signal.SIGUSR1, lambda *_: say())
+"""
+
+
+def test_a_signal_reaches_a_worker_that_has_a_handler(launch: MakeLaunch, start: Start, pipe: Pipe) -> None:
+    """The worker, and not its children, who may have none."""
+    look = "try: end = child.wait(0.3)\nexcept subprocess.TimeoutExpired: end = None\n"
+    say = "def say():\n  " + (look + pipe.say("f'asked, and the child ended with {end}'")).replace("\n", "\n  ") + "\n"
+    (worker,) = start(launch(say + SAY_USR1 + FORK_SLEEPER + pipe.say("child.pid") + "while True: os.read(read, 1)\n")).workers
+    with watch_end(int(pipe.line())) as child_ended:
+        assert worker.send_if_caught(signal.SIGUSR1)
+        assert pipe.line() == "asked, and the child ended with None"
+        assert (worker.poll(), select.select([worker.pidfd], [], [], 0)[0]) == (None, [])
+        worker.send_signal(signal.SIGKILL)
+        child_ended()
+
+
+def test_a_worker_without_a_handler_is_not_ended_by_the_signal(launch: MakeLaunch, start: Start, pipe: Pipe) -> None:
+    """Nor is one that ignores it told, nor one that has ended."""
+    ignoring = "import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
+    workers = start(launch(pipe.say("'up'") + FOREVER), launch(ignoring + pipe.say("'up'") + FOREVER, rank=1))
+    assert (pipe.line(), pipe.line()) == ("up", "up")
+    assert [worker.send_if_caught(signal.SIGUSR1) for worker in workers.workers] == [False, False]
+    assert workers.stop(10.0) == dict.fromkeys((0, 1), -signal.SIGTERM)
+    assert [worker.send_if_caught(signal.SIGUSR1) for worker in workers.workers] == [False, False]
 
 
 # --- how a worker ends
@@ -544,14 +595,14 @@ def test_worker_dies_when_its_agent_is_killed(tmp_path: Path, pipe: Pipe) -> Non
 def test_worker_whose_agent_died_meanwhile_does_not_run(tmp_path: Path) -> None:
     """The window before PDEATHSIG is armed: our parent is not who started us, so the program never runs."""
     ran = tmp_path / "ran"
-    done = subprocess.run([sys.executable, "-I", "-S", str(SHIM), "999999999", "/usr/bin/touch", str(ran)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-I", "-S", str(SHIM), "999999999", "same", "-", ".", "/usr/bin/touch", str(ran)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (125, "elasticd: the agent (pid 999999999) died while this worker was being started\n")
     assert not ran.exists()
 
 
 def test_shim_names_a_program_that_is_gone() -> None:
     """It was there when the agent looked."""
-    done = subprocess.run([sys.executable, "-I", "-S", str(SHIM), str(os.getpid()), "gone-program"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-I", "-S", str(SHIM), str(os.getpid()), "same", "-", ".", "gone-program"], capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (127, 1)
     assert "gone-program" in done.stderr
 

@@ -23,6 +23,18 @@ def create(root: Path, generation: int = 7, incarnation: str = "a1") -> Generati
 # --- directories
 
 
+def test_whoever_works_there_can_pass_through_whatever_the_umask(tmp_path: Path) -> None:
+    """And read by the agent's group; the root of the logs is an operator's."""
+    root = tmp_path / "logs"
+    old = os.umask(0o077)
+    try:
+        made = GenerationLogs.create(root, "resnet", "node-1", 7, "a1", passage=True)
+    finally:
+        os.umask(old)
+    modes = [path.stat().st_mode & 0o7777 for path in (root, root / "resnet", root / "resnet/node-1", made.directory)]
+    assert modes == [0o700, 0o751, 0o751, 0o751]
+
+
 def test_files_lie_where_the_layout_says(tmp_path: Path) -> None:
     """<root>/<job>/<node>/generation-000007/rank-3/."""
     logs = create(tmp_path / "made" / "too").rank(3)
@@ -117,6 +129,15 @@ def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def write_error(path: Path, message: object, **extra: object) -> Path:
     path.write_text(json.dumps({"message": {"message": message, "extraInfo": {"py_callstack": "Traceback ...", **extra}}}))
     return path
+
+
+def test_error_file_that_leads_elsewhere_is_not_read(tmp_path: Path) -> None:
+    """A worker's user could have the agent read, and publish, what only the agent may."""
+    secret = write_error(tmp_path / "secret.json", "the key")
+    (tmp_path / "symbolic.json").symlink_to(secret)
+    assert read_error(tmp_path / "symbolic.json") is None
+    (tmp_path / "hard.json").hardlink_to(secret)
+    assert read_error(tmp_path / "hard.json") is None
 
 
 def test_error_file_that_torch_wrote_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from elasticd.cli.follow import AgentEvent, OutputLine
-from elasticd.cli.job import JobState, JobStatus
 from elasticd.cli.progress import Progress, Weight
+from elasticd.rendezvous.status import JobState, JobStatus
 
 
 def event(name: str, node: str = "node-0", at: float = 100.0, level: str = "info", **fields: Any) -> AgentEvent:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from elasticd.cli.registry import Registered, RunEntry, process_start, running
+from elasticd.cli.registry import Registered, RunEntry, running
+from elasticd.daemon.processes import process_start
 from elasticd.errors import UsageError
 
 

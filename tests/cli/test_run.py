@@ -25,7 +25,7 @@ import pytest
 from elasticd.kv import EmbeddedEtcd
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "ELASTICD_TEST_MARK"
+MARK = "TEST_MARK_OF_ELASTICD"  # workers are not given ELASTICD_*
 
 STEPS = """
 import os, sys, time
@@ -291,10 +291,11 @@ def test_another_node_joins_by_the_command_that_was_told_and_leaves_again(start:
     assert run.process.poll() is None
 
 
-def test_the_run_goes_on_without_a_node_that_dies(start: Start) -> None:
+@pytest.mark.parametrize("process", [r"elasticd\.agent .*/node-1/run/agents/", r"elasticd\.daemon .*/node-1/elasticd\.toml"], ids=["agent", "daemon"])
+def test_the_run_goes_on_without_a_node_that_dies(start: Start, process: str) -> None:
     run = start("run", "--nodes", "2", "--", "steps.py", "15")
     run.until(r"step 1 rank 0 of 2")
-    os.kill(run.pid_of(r"elasticd\.agent .*/node-1\.json"), signal.SIGKILL)
+    os.kill(run.pid_of(process), signal.SIGKILL)
     run.until(r"the agent of node-1 has died \(killed by SIGKILL \(9\)\); 1 of this machine's nodes go on")
     run.until(r"1 node, 1 worker; loss of node-1")
     assert run.wait() == 0, run.stderr
@@ -304,7 +305,7 @@ def test_the_run_goes_on_without_a_node_that_dies(start: Start) -> None:
 def test_the_run_fails_if_all_its_nodes_die(start: Start, tmp_path: Path) -> None:
     run = start("run", "--nodes", "1", "--summary", "summary.json", "--", "polite.py")
     run.until(r"step 1\b")
-    os.kill(run.pid_of(r"elasticd\.agent .*/node-0\.json"), signal.SIGKILL)
+    os.kill(run.pid_of(r"elasticd\.agent .*/node-0/run/agents/"), signal.SIGKILL)
     assert run.wait() == 1
     assert summary_of(tmp_path)["reason"] == "the agent of node-0 has died (killed by SIGKILL (9))"
     run.assert_nothing_left(0)

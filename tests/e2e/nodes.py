@@ -55,14 +55,14 @@ class Nodes:
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, node: str, *, environment: dict[str, str] | None = None, **config: Any) -> None:
-        """Start an agent."""
+    def start(self, node: str, *, environment: dict[str, str] | None = None, program: tuple[str, ...] = ("-m", "elasticd.agent"), **config: Any) -> None:
+        """Start an agent; `program` is what Python is to run with the configuration as its argument."""
         path = self.folder / f"{node}.json"
         path.write_text(json.dumps({**self._config, "node": node, **config}))
         env = {**os.environ, "OUT": str(self.out), "OMP_NUM_THREADS": "1", **(environment or {})}
         with (self.folder / f"{node}.err").open("ab") as err:
             self.processes[node] = subprocess.Popen(
-                [sys.executable, "-m", "elasticd.agent", str(path)], cwd=ROOT, env=env, stdout=err, stderr=err, start_new_session=True
+                [sys.executable, *program, str(path)], cwd=ROOT, env=env, stdout=err, stderr=err, start_new_session=True
             )
 
     def log(self, node: str) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from elasticd.rendezvous.records import TargetRecord
-from elasticd.rendezvous.transitions import write_target
+from elasticd.rendezvous.records import RequestKind, RequestRecord, TargetRecord
+from elasticd.rendezvous.transitions import request, write_target
 from tests.model.agents import Agent
 from tests.model.world import KEYS, TIMING, World
 
@@ -94,6 +94,7 @@ class Scenario:
 ALL = {
     "crash": 3.0, "power": 1.5, "pause": 3.0, "cut": 3.0, "part": 1.5, "outage": 1.5, "mass": 1.5, "hang": 1.5, "stuck": 0.7,
     "leave": 1.5, "fail": 2.0, "second": 2.0, "slow": 2.5, "scale": 0.7, "stop": 0.2, "corrupt": 0.3, "join": 1.5, "reopen": 0.3,
+    "restart": 0.7, "hold": 0.5,
 }  # fmt: skip
 MIXES: dict[str, Mix] = {
     "all": Mix(weights=ALL),
@@ -103,7 +104,7 @@ MIXES: dict[str, Mix] = {
     "apart": Mix(weights={"cut": 4, "part": 2, "pause": 3, "join": 1, "slow": 1, "second": 1, "mass": 0.5}, count=(2, 6), finishes=0.2),
     "stale": Mix(weights={"slow": 4, "second": 4, "pause": 2, "cut": 1, "crash": 1, "fail": 1, "leave": 1, "join": 1}, together=0.7),
     "end": Mix(weights={"cut": 2, "crash": 2, "join": 3, "leave": 2, "slow": 2, "pause": 1, "mass": 1, "second": 1}, finishes=1.0, count=(1, 4), span=(8, 20)),
-    "planned": Mix(weights={"leave": 3, "join": 3, "scale": 2, "slow": 1}, together=0.6),
+    "planned": Mix(weights={"leave": 3, "join": 3, "scale": 2, "slow": 1, "restart": 2, "hold": 1}, together=0.6),
     "asleep": Mix(weights={"mass": 1}, count=(1, 1), nodes=(2, 4), calm=True, finishes=0.0, together=0.0, span=(14, 14), start_within=0.3),
     "again": Mix(weights={"reopen": 4, "stop": 1, "fail": 2, "cut": 2, "crash": 1, "pause": 1, "slow": 1, "power": 1}, count=(3, 8), finishes=0.6),
     "hung": Mix(weights={"hang": 1}, count=(1, 1), keep=frozenset({"hang"}), longest=FOREVER, nodes=(3, 4), minimum=1, finishes=0.0, span=(8, 20)),
@@ -334,6 +335,26 @@ def _scale(world: World, fault: Fault) -> None:
         world.store.txn(write_target(KEYS, world.store.items[KEYS.target], known.record.model_copy(update={"desired": wanted})))
 
 
+def _restart(world: World, fault: Fault) -> None:
+    """An operator wants the next generation; twice in a row is once."""
+    view = world.store.view()
+    if view.generation and view.active and world.store.up:
+        record = RequestRecord(scope=KEYS.scope, kind=RequestKind.RESTART, generation=view.number, reason="an operator's word")
+        world.store.txn(request(KEYS, record, world.store.items.get(KEYS.request("restart")), view.generation))
+
+
+def _hold(world: World, fault: Fault) -> None:
+    """An operator pauses the job, and resumes it after a while."""
+    _write_paused(world, True)
+    world.at(fault.seconds, _write_paused, world, False)
+
+
+def _write_paused(world: World, paused: bool) -> None:
+    known = world.store.view().target
+    if known and known.record.paused != paused and world.store.up and not world.store.view().over:
+        world.store.txn(write_target(KEYS, world.store.items[KEYS.target], known.record.model_copy(update={"paused": paused})))
+
+
 def _stop(world: World, fault: Fault) -> None:
     known = world.store.view().target
     if known and world.store.up and not world.store.view().over:
@@ -366,7 +387,7 @@ def _reopen(world: World, fault: Fault) -> None:
 DO: dict[str, Callable[[World, Fault], None]] = {
     "crash": _crash, "power": _power, "pause": _pause, "cut": _cut, "part": _part, "outage": _outage, "mass": _mass, "hang": _hang,
     "stuck": _stuck, "leave": _leave, "fail": _fail, "second": _second, "slow": _slow, "scale": _scale, "stop": _stop, "corrupt": _corrupt,
-    "join": _join, "reopen": _reopen,
+    "join": _join, "reopen": _reopen, "restart": _restart, "hold": _hold,
 }  # fmt: skip
 
 
@@ -376,6 +397,7 @@ def heal(world: World, keep: frozenset[str]) -> None:
     world.triggers.clear()
     if not world.store.up:
         _etcd_back(world, False)
+    _write_paused(world, False)
     for name, node in world.nodes.items():
         if "cut" not in keep:
             node.cut = False

@@ -30,9 +30,9 @@ from elasticd.rendezvous.membership import (
     reported_result,
     without_unreachable,
 )
-from elasticd.rendezvous.records import CauseKind, GenerationState, Mode, Result
+from elasticd.rendezvous.records import CauseKind, GenerationState, Mode, RequestKind, RequestRecord, Result
 from elasticd.rendezvous.view import View
-from tests.rendezvous.world import LONG_AGO, NOW, TIMING, generation, member, mid, nodes, proposal, target, view
+from tests.rendezvous.world import KEYS, LONG_AGO, NOW, TIMING, generation, member, mid, nodes, proposal, target, view
 
 pytestmark = pytest.mark.timeout(10)
 JUST_CHANGED = Memory(changed_at=NOW, restless_since=NOW)
@@ -106,6 +106,10 @@ def test_a_pending_first_proposal_is_activated_when_everybody_is_ready() -> None
 # --- joining -------------------------------------------------------------------------------------------------------------
 
 
+def restart(number: int, reason: str = "") -> dict[RequestKind, RequestRecord]:
+    return {RequestKind.RESTART: RequestRecord(scope=KEYS.scope, kind=RequestKind.RESTART, generation=number, reason=reason)}
+
+
 def test_a_newcomer_is_admitted_by_an_agreed_stop_after_the_settle_time() -> None:
     seen = view(member("a", 10), member("b", 11), generation=generation(1, "a"))
     assert waits(seen, JUST_CHANGED).until == NOW + TIMING.settle
@@ -127,6 +131,39 @@ def test_a_newcomer_that_fills_the_job_joins_at_once() -> None:
 def test_a_newcomer_above_the_limit_stands_by_while_the_others_train() -> None:
     seen = view(member("a", 10), member("b", 11), member("c", 12), generation=generation(1, "ab"), target=target(1, 2))
     assert waits(seen).until is None
+
+
+def test_while_paused_nobody_joins_and_nothing_is_scaled() -> None:
+    paused = target(1, 3, paused=True)
+    newcomer = view(member("a", 10), member("b", 11), generation=generation(1, "a"), target=paused)
+    assert waits(newcomer).why == "training, paused: nobody joins and nothing is scaled"
+    surplus = view(member("a", 10), member("b", 11), generation=generation(1, "ab"), target=target(1, 3, 1, paused=True))
+    assert waits(surplus).until is None
+
+
+def test_while_paused_recovery_leaving_and_an_operators_restart_go_on() -> None:
+    paused = target(1, 3, paused=True)
+    lost = proposed(view(member("a", 10), generation=generation(1, "ab"), target=paused))
+    assert (lost.mode, lost.cause.kind) == (Mode.KILL, CauseKind.LOSS)
+    leaver = proposed(view(member("a", 10), member("b", 11, leaving=True), generation=generation(1, "ab"), target=paused))
+    assert leaver.cause.kind is CauseKind.LEAVE
+    first = proposed(view(member("a", 10), target=paused))
+    assert first.cause.kind is CauseKind.FORM
+    asked = proposed(view(member("a", 10), generation=generation(1, "a"), target=paused, requests=restart(1)))
+    assert asked.cause.kind is CauseKind.RESTART
+
+
+def test_a_restart_that_is_asked_for_is_an_agreed_stop_that_costs_no_budget() -> None:
+    seen = view(member("a", 10), member("b", 11), generation=generation(4, "ab"), requests=restart(4, "slow link"))
+    decision = proposed(seen)
+    assert (decision.number, decision.mode, decision.charge) == (5, Mode.AGREED_STOP, 0)
+    assert str(decision.cause) == "restart (slow link)"
+    assert nodes(decision.members) == ["a", "b"]
+
+
+def test_what_was_asked_of_an_earlier_generation_is_void() -> None:
+    seen = view(member("a", 10), member("b", 11), generation=generation(5, "ab"), target=target(1, 2), requests=restart(4))
+    assert waits(seen).why == "training"
 
 
 def test_joins_wait_while_a_proposal_is_pending() -> None:

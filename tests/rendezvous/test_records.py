@@ -17,6 +17,7 @@ from elasticd.rendezvous.records import (
     MAX_BYTES,
     MAX_BYTES_WORLD,
     TEXT_MAX,
+    AuditRecord,
     BudgetRecord,
     Cause,
     CauseKind,
@@ -28,9 +29,15 @@ from elasticd.rendezvous.records import (
     MemberId,
     MemberRecord,
     Mode,
+    NodeJob,
+    NodeJobState,
+    NodePolicyRecord,
+    NodeRecord,
     Outcome,
     ProposalRecord,
     Record,
+    RequestKind,
+    RequestRecord,
     Result,
     ResumePoint,
     SnapshotRef,
@@ -51,6 +58,19 @@ EXAMPLES: dict[str, Record] = {
     "checkpoint": CheckpointRecord(scope=SCOPE, generation=2, step=7, digest="sha256:00", holders=("a",)),
     "member": member("a", 1, failed=1, detail="x", unreachable=[mid("b")]).record,
     "event": EventRecord(scope=SCOPE, number=1, at=1.5, what="formed"),
+    "request": RequestRecord(scope=SCOPE, kind=RequestKind.RESTART, generation=2, reason="x", by="kim", at=1.5),
+    "node": NodeRecord(
+        scope=SCOPE,
+        node="a",
+        incarnation="0" * 16,
+        address="host-a",
+        slots=2,
+        version="1",
+        boot_id="b",
+        jobs=(NodeJob(name="job", state=NodeJobState.RUNNING, slots=2),),
+    ),
+    "policy": NodePolicyRecord(scope=SCOPE, cordoned=True, reason="fan", by="kim", at=1.5),
+    "audit": AuditRecord(scope=SCOPE, at=1.5, node="a", by="kim", action="scale", subject="job"),
 }
 
 
@@ -199,6 +219,8 @@ sizes = st.integers(1, 100_000)
 slots = st.integers(1, 1024)
 addresses = st.text(min_size=1, max_size=255)
 seconds = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+times = st.floats(allow_nan=False, allow_infinity=False)
+parameters = st.booleans() | st.integers(-(2**53), 2**53) | times | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}", fullmatch=True)
 marks = st.dictionaries(st.text(max_size=16), st.integers(-(2**63), 2**63), max_size=4)
 
 
@@ -209,7 +231,19 @@ def few(values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
 causes = st.builds(Cause, kind=st.sampled_from(CauseKind), detail=texts, nodes=few(names))
 outcomes = st.none() | st.builds(Outcome, generation=numbers, result=st.sampled_from(Result), detail=texts)
 RECORDS: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
-    TargetRecord: {"min_nodes": sizes, "max_nodes": sizes, "desired": sizes, "max_restarts": st.integers(0, 1_000_000), "run": st.booleans(), "reason": texts},
+    TargetRecord: {
+        "min_nodes": sizes, "max_nodes": sizes, "desired": sizes, "max_restarts": st.integers(0, 1_000_000), "run": st.booleans(), "reason": texts,
+        "paused": st.booleans(), "parameters": st.dictionaries(names, parameters, max_size=4), "by": texts,
+    },
+    RequestRecord: {"kind": st.sampled_from(RequestKind), "generation": positive, "reason": texts, "by": texts, "at": times},
+    NodeRecord: {
+        "node": names, "incarnation": st.from_regex(r"[0-9a-f]{16}", fullmatch=True), "address": addresses, "slots": numbers.map(lambda n: n % 1025),
+        "gpus": few(texts), "labels": st.dictionaries(names, digests, max_size=4), "version": st.text(max_size=64), "boot_id": st.text(max_size=64),
+        "started_at": times, "problems": few(texts),
+        "jobs": few(st.builds(NodeJob, name=names, state=st.sampled_from(NodeJobState), slots=slots, why=texts)),
+    },
+    NodePolicyRecord: {"cordoned": st.booleans(), "draining": st.booleans(), "reason": texts, "by": texts, "at": times},
+    AuditRecord: {"at": times, "node": names, "by": texts, "action": st.text(max_size=64), "subject": st.text(max_size=256), "detail": texts},
     ProposalRecord: {
         "number": positive, "mode": st.sampled_from(Mode), "members": few(ids), "cause": causes, "proposer": ids,
         "not_ready": marks, "counted": st.booleans(),

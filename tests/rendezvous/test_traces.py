@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elasticd.errors import KVUnavailableError, LeaseLostError
+from elasticd.errors import KVPermissionError, KVUnavailableError, LeaseLostError
 from elasticd.rendezvous.coordinator import Coordinator
 from elasticd.rendezvous.membership import Stop
 from elasticd.rendezvous.records import GenerationState, Mode
@@ -18,7 +19,7 @@ from elasticd.rendezvous.transitions import Txn
 from elasticd.rendezvous.view import Ledger
 from tests.rendezvous.conftest import Job, MakeJob
 from tests.rendezvous.pretend import PretendStore
-from tests.rendezvous.world import KEYS, TIMING, generation, member, mid, target
+from tests.rendezvous.world import KEYS, TIMING, generation, member, mid, target, view
 from tests.support.etcd import Server, await_
 
 pytestmark = pytest.mark.timeout(60)
@@ -249,3 +250,25 @@ def test_a_job_is_not_ended_over_an_operators_write_that_was_not_seen() -> None:
     seen = SimpleNamespace(whole=True, coordinator=True, view=ledger.view(), looked_at=0.0, load=lambda: None)
     Coordinator(KEYS, TIMING, send).turn(mid("a"), seen, 0)  # type: ignore[arg-type]
     assert sent == [False]
+
+
+def test_what_etcds_roles_keep_from_a_node_is_tried_once_and_told() -> None:
+    """Garbage in `target`, which only operators may write: the coordinator says so, and does not take etcd's refusal for an outage."""
+    tried: list[object] = []
+
+    def refuse(txn: object) -> bool:
+        tried.append(txn)
+        raise KVPermissionError("txn: etcdserver: permission denied")
+
+    damaged = replace(
+        view(member("a", 10), generation=generation(1, "a")),
+        problems={KEYS.target: "target: not JSON"},
+        damaged={KEYS.target: 77},
+        repairable=frozenset({KEYS.target}),
+    )
+    seen = SimpleNamespace(whole=True, coordinator=True, view=damaged, load=lambda: None)
+    coordinator = Coordinator(KEYS, TIMING, refuse)
+    for _ in range(3):
+        coordinator.turn(mid("a"), seen, 0)  # type: ignore[arg-type]
+    assert len(tried) == 1
+    assert coordinator.why == "target: not JSON; this node may not put it right: membership is frozen until an operator does"

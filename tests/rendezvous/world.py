@@ -79,12 +79,20 @@ def member(
 
 
 def target(
-    minimum: int = 1, maximum: int = 3, desired: int | None = None, *, budget: int = 10, run: bool = True, mod: int = 1, reason: str = ""
+    minimum: int = 1,
+    maximum: int = 3,
+    desired: int | None = None,
+    *,
+    budget: int = 10,
+    run: bool = True,
+    mod: int = 1,
+    reason: str = "",
+    paused: bool = False,
 ) -> Keyed[TargetRecord]:
     """What operators want."""
     wanted = maximum if desired is None else desired
     record = TargetRecord(
-        scope=KEYS.scope, run=run, min_nodes=minimum, max_nodes=maximum, desired=wanted, max_restarts=budget, reason=reason
+        scope=KEYS.scope, run=run, min_nodes=minimum, max_nodes=maximum, desired=wanted, max_restarts=budget, reason=reason, paused=paused
     )
     return Keyed(record, 1, mod)
 

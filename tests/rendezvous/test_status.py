@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elasticd.cli.job import JobState, JobStatus, NodeState, job_status
-from elasticd.cli.render import age_text, jobs_to_screen, list_to_json, ranks_text, rfc3339, to_json, to_screen
+from elasticd.cli.render import age_text, jobs_to_screen, list_to_json, ranks_text, to_json, to_screen
+from elasticd.observability.times import rfc3339
 from elasticd.rendezvous.records import (
     BudgetRecord,
     Cause,
@@ -29,6 +29,7 @@ from elasticd.rendezvous.records import (
     StoreAddress,
     TargetRecord,
 )
+from elasticd.rendezvous.status import JobState, JobStatus, NodeState, job_status
 from elasticd.rendezvous.view import Keyed, View
 
 SCOPE = "default/train"

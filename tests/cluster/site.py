@@ -1,0 +1,170 @@
+"""Hosts with elasticd's service on them, installed as an operator does, and etcd on the first three.
+
+Owns: installing the shipped units, their configuration and job files on hosts, and asking their daemons. Must not: know what a test looks for.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.cluster.etcd import CLIENT_TLS, OPERATOR_TLS, ThreeMembers
+from tests.cluster.hosts import ROOT, Host, HostError, boot
+from tests.support.etcd import await_
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OPERATOR = "admin"
+CONFIG = Path("/etc/elasticd/elasticd.toml")
+JOBS = Path("/etc/elasticd/jobs.d")
+USER = "trainer"
+"""Who the workers are."""
+STAGE = "/var/tmp/stage"
+
+TOML = """\
+cluster = "{cluster}"
+node = "{node}"
+address = "{address}"
+slots = 1
+
+[etcd]
+endpoints = {endpoints}
+cacert = "{tls}/ca.pem"
+cert = "{tls}/client.pem"
+key = "{tls}/client.key"
+operator_cert = "{operator_tls}/client.pem"
+operator_key = "credential:elasticd.operator.key"
+
+[timing]
+ttl = {ttl}
+loop_wait = 1.0
+retry_timeout = 1.0
+
+[agent]
+ttl = {ttl}
+settle = 0.5
+stop_grace = 5.0
+
+[health]
+disk_free_min = 0
+"""
+
+
+class Site:
+    """See the module.
+
+    Args:
+        hosts: that run; the first three are etcd's.
+        etcd: that serves.
+        ttl: of the daemons' and the agents' leases, in seconds.
+    """
+
+    def __init__(self, hosts: Sequence[Host], etcd: ThreeMembers, *, ttl: float = 4.0) -> None:
+        self.hosts = list(hosts)
+        self.etcd = etcd
+        self.ttl = ttl
+
+    def install(self) -> None:
+        """`make install` once, its result and a configuration on every host, users and roles in etcd. Nothing is started."""
+        first = self.hosts[0]
+        venv = ROOT / ".venv"
+        python = venv / "bin" / "python" if (venv / "bin" / "python").exists() else Path(sys.executable)
+        first.sh(
+            *("make", "-C", ROOT, "--no-print-directory", "install"),
+            *(f"PYTHON={python}", f"FROM_VENV={Path(sys.prefix)}", f"DESTDIR={STAGE}"),
+            timeout=110,
+        )
+        packed = subprocess.run(
+            ["nsenter", "-t", str(first.pid), "-m", "-r", "--", "tar", "-C", STAGE, "-c", "."], capture_output=True, check=True, timeout=60
+        ).stdout
+        self.etcd.roles(nodes=[host.name for host in self.hosts], operators=[OPERATOR])
+        for host in self.hosts:
+            host.sh("tar", "-C", "/", "-x", "-p", "--numeric-owner", "--no-overwrite-dir", input=packed)
+            host.sh("systemd-sysusers")
+            host.sh("systemd-sysusers", "-", input=f"u {USER} - - /var/lib/{USER}\n")
+            host.sh("systemd-tmpfiles", "--create", "/usr/lib/tmpfiles.d/elasticd.conf")
+            self.etcd.install_client(host, node=host.name, operator=OPERATOR, owner="elasticd:elasticd")
+            self.configure(host)
+            host.sh("systemctl", "daemon-reload")
+
+    def configure(self, host: Host, more: str = "") -> None:
+        """Write a host's elasticd.toml."""
+        text = TOML.format(
+            cluster=self.etcd.cluster,
+            node=host.name,
+            address=host.address,
+            endpoints=json.dumps(self.etcd.endpoints),
+            tls=CLIENT_TLS,
+            operator_tls=OPERATOR_TLS,
+            ttl=self.ttl,
+        )
+        host.write(CONFIG, text + more)
+
+    def job(self, name: str, text: str) -> None:
+        """Allow a job on every host, and give it its roles in etcd."""
+        self.etcd.roles(jobs=[name])
+        for host in self.hosts:
+            host.write(JOBS / f"{name}.toml", f'name = "{name}"\n{text}')
+
+    def start(self) -> None:
+        """Start the service everywhere, and wait until every daemon is ready."""
+        for host in self.hosts:
+            host.sh("systemctl", "enable", "--now", "--no-block", "elasticd")
+        for host in self.hosts:
+            self.await_ready(host)
+
+    def await_ready(self, host: Host, within: float = 60) -> None:
+        """Wait until a host's daemon says that it serves the cluster."""
+        try:
+            await_(lambda: host.sh("python", "-I", "-S", "-c", READY, check=False).returncode == 0, within=within, what=f"{host.name}'s daemon ready")
+        except AssertionError as error:
+            raise HostError(f"{error}\n{host.journal('elasticd')[-4000:]}") from None
+
+    def heal(self) -> None:
+        """Every host on, connected and running, etcd and every daemon well."""
+        down = [host for host in self.hosts if not host.on]
+        for host in self.hosts:
+            if host.on:
+                host.heal()
+        boot(*down)
+        self.etcd.heal()
+        for host in self.hosts:
+            host.sh("systemctl", "reset-failed")
+            host.sh("systemctl", "start", "--no-block", "elasticd")
+        for host in self.hosts:
+            self.await_ready(host)
+
+    def ctl(self, host: Host, *arguments: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """elasticctl on a host, as root."""
+        return host.sh("/usr/bin/elasticctl", *arguments, check=check, timeout=timeout)
+
+    def get(self, host: Host, path: str) -> dict[str, Any]:
+        """What a host's daemon answers to a GET on its socket: the `data`."""
+        told = host.sh("python", "-I", "-S", "-c", GET, path, timeout=20).stdout
+        return dict(json.loads(told)["data"])
+
+    def agent_pid(self, host: Host, job: str) -> int:
+        """Of the agent's unit; 0 if it does not run."""
+        return int(host.sh("systemctl", "show", "-P", "MainPID", f"elasticd-agent@{job}").stdout)
+
+    def daemon_pid(self, host: Host) -> int:
+        """Of the service; 0 if it does not run."""
+        return int(host.sh("systemctl", "show", "-P", "MainPID", "elasticd").stdout)
+
+
+READY = "import urllib.request as u; u.urlopen('http://127.0.0.1:9464/readyz', timeout=5)"
+GET = """\
+import http.client, socket, sys
+class Unix(http.client.HTTPConnection):
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(10)
+        self.sock.connect("/run/elasticd/api.sock")
+connection = Unix("localhost")
+connection.request("GET", sys.argv[1])
+print(connection.getresponse().read().decode())
+"""
