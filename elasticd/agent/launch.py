@@ -171,7 +171,7 @@ class ExecWorker:
     def send_if_caught(self, sig: signal.Signals) -> bool:
         """See `WorkerHandle.send_if_caught`. Its children may have no handler, so they get nothing."""
         with self._lock:
-            if self.exitcode is not None or not _catches(self.pid, sig):
+            if self.exitcode is not None or not catches(self.pid, sig):
                 return False
             try:
                 signal.pidfd_send_signal(self.pidfd, sig)
@@ -414,7 +414,7 @@ def _wait_readable(fds: Sequence[int], seconds: float) -> None:
     poller.poll(seconds * 1000.0)
 
 
-def _catches(pid: int, sig: signal.Signals) -> bool:
+def catches(pid: int, sig: signal.Signals) -> bool:
     """Whether a process has a handler for the signal; False if that cannot be seen."""
     try:
         status = (Path("/proc") / str(pid) / "status").read_text(encoding="ascii", errors="replace")

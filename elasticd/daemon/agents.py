@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from elasticd.agent.launch import catches
 from elasticd.daemon.reconcile import AgentSeen
 from elasticd.errors import ElasticdError, UsageError
 
@@ -227,14 +228,12 @@ class Agents:
     def ask_checkpoint(self, job: str) -> None:
         """Pass on that a checkpoint is wanted."""
         if pid := self._pids.get(job):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGUSR1)
+            _tell(pid, signal.SIGUSR1)
 
     def reload_certificates(self) -> None:
         """Let every agent read its certificates again."""
         for pid in self._pids.values():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGHUP)
+            _tell(pid, signal.SIGHUP)
 
     def kill(self, job: str) -> None:
         """End one at once, and its workers."""
@@ -280,6 +279,13 @@ class Agents:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
         temporary.replace(path)
+
+
+def _tell(pid: int, number: signal.Signals) -> None:
+    """Signal an agent, unless it is so young that it has no handler yet and would die of it: then it has nothing to reload or to pass on."""
+    if catches(pid, number):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def _own_folder(path: Path) -> Path:

@@ -86,6 +86,7 @@ class Loop:
         self._checkpoints: dict[str, int] | None = None
         self._told: frozenset[str] = frozenset()
         self._stands: dict[str, tuple[NodeJobState, str]] = {}
+        self._in_vain = False
         self.leaving = False
 
     def reconfigure(self, config: DaemonConfig) -> None:
@@ -110,6 +111,7 @@ class Loop:
         if blind:  # what runs is not known, so nothing is done about it
             verdict = replace(verdict, actions=())
         failures = [said for action in verdict.actions if (said := self._carry_out(action, files))]
+        self._in_vain = bool(failures)
         self._pass_on_checkpoints()
         self._end_deserted(agents)
         problems = self._problems(files, [*verdict.problems, *failures, *([blind] if blind else [])])
@@ -136,7 +138,9 @@ class Loop:
             longest: seconds.
         """
         due = longest if verdict.until is None else min(longest, verdict.until - time.monotonic())
-        self._board.wait(0.05 if verdict.actions else due, self._agents.fds)
+        if verdict.actions and not self._in_vain:  # what was done is to be seen at once
+            due = 0.05
+        self._board.wait(due, self._agents.fds)
 
     # --- seeing ----------------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from elasticd.daemon.metrics import Metrics
 from elasticd.daemon.nodekey import NodeKey, incarnation
 from elasticd.daemon.notify import Notifier
 from elasticd.daemon.outlook import Lookout
+from elasticd.daemon.reconcile import Verdict
 from elasticd.errors import ElasticdError, RefusedError, UsageError
 from elasticd.kv import EtcdKV
 from elasticd.rendezvous.nodelock import FileLock
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from elasticd.daemon.agents import Backend
-    from elasticd.daemon.reconcile import Verdict
 
 log = structlog.get_logger("elasticd.daemon")
 
@@ -162,9 +162,7 @@ class Service:
         leave_by: float | None = None
         ready = False
         while True:
-            verdict = loop.turn()
-            notifier.alive()
-            notifier.status(_status(board))
+            verdict = _turn(loop, board, notifier)
             if not ready:
                 ready = True
                 notifier.ready()
@@ -240,6 +238,19 @@ def _backend(supervision: Supervision) -> Backend:
         Supervision.CHILDREN: ChildBackend,
     }
     return backends[supervision]()
+
+
+def _turn(loop: Loop, board: Board, notifier: Notifier) -> Verdict:
+    """One turn. A fault of ours is logged and does not end the daemon; if it lasts, there is no sign of life, and the watchdog does."""
+    try:
+        verdict = loop.turn()
+    except Exception:
+        log.exception("turn_failed")
+        board.wait(1.0)
+        return Verdict(actions=(), jobs=board.turn.jobs)
+    notifier.alive()
+    notifier.status(_status(board))
+    return verdict
 
 
 def _end_of(job: str, verdict: Verdict, agents: Agents) -> int | None:

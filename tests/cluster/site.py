@@ -1,6 +1,7 @@
 """Hosts with elasticd's service on them, installed as an operator does, and etcd on the first three.
 
-Owns: installing the shipped units, their configuration and job files on hosts, and asking their daemons. Must not: know what a test looks for.
+Owns: installing the shipped units, their configuration and job files on hosts, upgrading them, and asking their daemons. Must not: know what a test
+looks for.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ JOBS = Path("/etc/elasticd/jobs.d")
 USER = "trainer"
 """Who the workers are."""
 STAGE = "/var/tmp/stage"
+SOURCE = "/var/tmp/source"
 
 TOML = """\
 cluster = "{cluster}"
@@ -34,8 +36,8 @@ slots = 1
 [etcd]
 endpoints = {endpoints}
 cacert = "{tls}/ca.pem"
-cert = "{tls}/client.pem"
-key = "{tls}/client.key"
+cert = "{own_tls}/client.pem"
+key = "{own_tls}/client.key"
 operator_cert = "{operator_tls}/client.pem"
 operator_key = "credential:elasticd.operator.key"
 
@@ -67,48 +69,62 @@ class Site:
         self.hosts = list(hosts)
         self.etcd = etcd
         self.ttl = ttl
+        self._packed = b""
+        self._jobs: dict[str, str] = {}
 
     def install(self) -> None:
         """`make install` once, its result and a configuration on every host, users and roles in etcd. Nothing is started."""
         first = self.hosts[0]
-        venv = ROOT / ".venv"
-        python = venv / "bin" / "python" if (venv / "bin" / "python").exists() else Path(sys.executable)
-        first.sh(
-            *("make", "-C", ROOT, "--no-print-directory", "install"),
-            *(f"PYTHON={python}", f"FROM_VENV={Path(sys.prefix)}", f"DESTDIR={STAGE}"),
-            timeout=110,
-        )
-        packed = subprocess.run(
+        make_install(first, ROOT, f"DESTDIR={STAGE}")
+        self._packed = subprocess.run(
             ["nsenter", "-t", str(first.pid), "-m", "-r", "--", "tar", "-C", STAGE, "-c", "."], capture_output=True, check=True, timeout=60
         ).stdout
         self.etcd.roles(nodes=[host.name for host in self.hosts], operators=[OPERATOR])
         for host in self.hosts:
-            host.sh("tar", "-C", "/", "-x", "-p", "--numeric-owner", "--no-overwrite-dir", input=packed)
-            host.sh("systemd-sysusers")
-            host.sh("systemd-sysusers", "-", input=f"u {USER} - - /var/lib/{USER}\n")
-            host.sh("systemd-tmpfiles", "--create", "/usr/lib/tmpfiles.d/elasticd.conf")
-            self.etcd.install_client(host, node=host.name, operator=OPERATOR, owner="elasticd:elasticd")
-            self.configure(host)
-            host.sh("systemctl", "daemon-reload")
+            self._set_up(host)
 
-    def configure(self, host: Host, more: str = "") -> None:
-        """Write a host's elasticd.toml."""
+    def _set_up(self, host: Host) -> None:
+        host.sh("tar", "-C", "/", "-x", "-p", "--numeric-owner", "--no-overwrite-dir", input=self._packed)
+        host.sh("systemd-sysusers")
+        host.sh("systemd-sysusers", "-", input=f"u {USER} - - /var/lib/{USER}\n")
+        host.sh("systemd-tmpfiles", "--create", "/usr/lib/tmpfiles.d/elasticd.conf")
+        self.etcd.install_client(host, node=host.name, operator=OPERATOR, owner="elasticd:elasticd")
+        self.configure(host)
+        for name, text in self._jobs.items():
+            allow(host, name, text)
+        host.sh("systemctl", "daemon-reload")
+
+    def add(self, host: Host) -> None:
+        """Install on a further host, which gets its role in etcd and the jobs of the others. Nothing is started there."""
+        self.etcd.roles(nodes=[host.name])
+        self._set_up(host)
+        self.hosts.append(host)
+
+    def upgrade(self, host: Host, version: str) -> str:
+        """Install this tree on a host that runs, as another version, as an operator does; what the installer said. Nothing is restarted."""
+        host.sh("sh", "-c", COPY, "sh", ROOT, SOURCE, version)
+        return make_install(host, Path(SOURCE))
+
+    def configure(self, host: Host, *, own_tls: str = CLIENT_TLS) -> None:
+        """Write a host's elasticd.toml, with the node's certificate and key from the directory `own_tls`."""
         text = TOML.format(
             cluster=self.etcd.cluster,
             node=host.name,
             address=host.address,
             endpoints=json.dumps(self.etcd.endpoints),
             tls=CLIENT_TLS,
+            own_tls=own_tls,
             operator_tls=OPERATOR_TLS,
             ttl=self.ttl,
         )
-        host.write(CONFIG, text + more)
+        host.write(CONFIG, text)
 
     def job(self, name: str, text: str) -> None:
         """Allow a job on every host, and give it its roles in etcd."""
         self.etcd.roles(jobs=[name])
+        self._jobs[name] = text
         for host in self.hosts:
-            host.write(JOBS / f"{name}.toml", f'name = "{name}"\n{text}')
+            allow(host, name, text)
 
     def start(self) -> None:
         """Start the service everywhere, and wait until every daemon is ready."""
@@ -138,9 +154,9 @@ class Site:
         for host in self.hosts:
             self.await_ready(host)
 
-    def ctl(self, host: Host, *arguments: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-        """elasticctl on a host, as root."""
-        return host.sh("/usr/bin/elasticctl", *arguments, check=check, timeout=timeout)
+    def ctl(self, host: Host, *arguments: str, check: bool = True, timeout: float = 60, user: str | None = None) -> subprocess.CompletedProcess[str]:
+        """elasticctl on a host, as root or as `user`."""
+        return host.sh("/usr/bin/elasticctl", *arguments, check=check, timeout=timeout, user=user)
 
     def get(self, host: Host, path: str) -> dict[str, Any]:
         """What a host's daemon answers to a GET on its socket: the `data`."""
@@ -156,6 +172,28 @@ class Site:
         return int(host.sh("systemctl", "show", "-P", "MainPID", "elasticd").stdout)
 
 
+def make_install(host: Host, tree: Path, *arguments: str) -> str:
+    """`make install` of a tree on a host, with the packages that the tests themselves have; what it said."""
+    venv = ROOT / ".venv"
+    python = venv / "bin" / "python" if (venv / "bin" / "python").exists() else Path(sys.executable)
+    command = ("make", "-C", tree, "--no-print-directory", "install", f"PYTHON={python}", f"FROM_VENV={Path(sys.prefix)}", *arguments)
+    return host.sh(*command, timeout=110).stdout
+
+
+def allow(host: Host, name: str, text: str) -> None:
+    """Write a job file."""
+    host.write(JOBS / f"{name}.toml", f'name = "{name}"\n{text}')
+
+
+COPY = """\
+set -e
+rm -rf "$2"
+mkdir -p "$2"
+cd "$1"
+tar -c elasticd trainer detectors deploy docs pyproject.toml constraints.txt README.md LICENSE Makefile | tar -C "$2" -x --no-same-owner
+sed -i "s/^__version__ = .*/__version__ = \\"$3\\"/" "$2/elasticd/__init__.py"
+"""
+"""A source tree at another place, of another version."""
 READY = "import urllib.request as u; u.urlopen('http://127.0.0.1:9464/readyz', timeout=5)"
 GET = """\
 import http.client, socket, sys
