@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def train_two(make_nodes: MakeNodes, endpoints: list[str]) -> Nodes:
-    nodes = make_nodes(endpoints, max_nodes=2, desired=2)
+    nodes = make_nodes(endpoints, max_nodes=2, desired=2, settle=20.0)  # nobody begins without the other, however slow this machine is
     begun = now()
     nodes.start("a")
     nodes.start("b")
