@@ -19,7 +19,7 @@ from elasticd.daemon.audit import Audit, Caller
 from elasticd.errors import AccessDeniedError, ConflictError, KVPermissionError, KVUnavailableError, NotAllowedError, NotRunningError, RecordError, RefusedError
 from elasticd.kv.types import Compare, Delete, KeyValue, Put, Target
 from elasticd.rendezvous import transitions
-from elasticd.rendezvous.records import NodePolicyRecord, NodeRecord, RequestKind, RequestRecord, TargetRecord, parse
+from elasticd.rendezvous.records import NodeJobState, NodePolicyRecord, NodeRecord, RequestKind, RequestRecord, TargetRecord, parse
 from elasticd.rendezvous.transitions import Txn, unchanged
 from elasticd.rendezvous.view import Ledger, View
 
@@ -351,18 +351,26 @@ class Operations:
         """The job file where this node has it, None where another node that is up has.
 
         Raises:
-            NotAllowedError: none has.
+            NotAllowedError: none has one that is believed.
         """
         spec = self.board.turn.allowed.get(job)
         if spec is not None:
             return spec
+        refused: dict[str, str] = {}
         for item in self.kv.list(self.keys.nodes).items:
             try:
                 record = parse(NodeRecord, item.key, item.value, self.keys.scope)
             except RecordError:
                 continue
-            if any(known.name == job for known in record.jobs):
-                return None
+            for known in record.jobs:
+                if known.name == job and known.state is not NodeJobState.REFUSED:
+                    return None
+                if known.name == job:
+                    refused[record.node] = known.why
+        if refused:
+            node, why = min(refused.items())
+            more = f"; {len(refused) - 1} more of them refuse it" if len(refused) > 1 else ""
+            raise NotAllowedError(f"the file of job {job!r} is refused on {node}: {why}{more}", remedy="elasticd check-config, on that node, says so too")
         remedy = f"put {job}.toml into jobs.d of the nodes that may run it"
         raise NotAllowedError(f"no node of cluster {self.keys.cluster!r} that is up has a job file {job!r}", remedy=remedy)
 

@@ -146,10 +146,10 @@ class Site:
         for host in self.hosts:
             if host.on:
                 host.heal()
+                host.sh("systemctl", "reset-failed")  # first: with a unit that failed, a member of etcd that was killed, a host does not count as running
         boot(*down)
         self.etcd.heal()
         for host in self.hosts:
-            host.sh("systemctl", "reset-failed")
             host.sh("systemctl", "start", "--no-block", "elasticd")
         for host in self.hosts:
             self.await_ready(host)

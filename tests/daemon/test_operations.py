@@ -22,7 +22,7 @@ from elasticd.errors import (
     UsageError,
 )
 from elasticd.kv import EtcdKV, KVConfig, TxnResult
-from elasticd.rendezvous.records import BudgetRecord, NodePolicyRecord, RequestKind, parse
+from elasticd.rendezvous.records import BudgetRecord, NodeJob, NodeJobState, NodePolicyRecord, RequestKind, parse
 from tests.daemon.api.world import IDLE, OPERATOR, READER, World
 
 if TYPE_CHECKING:
@@ -93,6 +93,17 @@ def test_a_job_that_no_node_allows_is_not_started(world: World, ops: Operations)
     with pytest.raises(NotAllowedError, match=f"no node of cluster '{world.keys.cluster}' that is up has a job file 'other'"):
         ops.start(OPERATOR, "other", nodes=1)
     assert world.kv.list(world.keys.jobs).items == ()
+
+
+def test_a_job_whose_file_is_refused_is_not_started_and_the_reason_is_told(world: World, ops: Operations) -> None:
+    refused = NodeJob(name="other", state=NodeJobState.REFUSED, why="other.toml: argv: there is no program /opt/x")
+    world.node("n2", refused)
+    world.node("n3", refused)
+    with pytest.raises(NotAllowedError) as told:
+        ops.start(OPERATOR, "other", nodes=1)
+    assert told.value.message == f"the file of job 'other' is refused on n2: {refused.why}; 1 more of them refuse it"
+    world.node("n4", IDLE.model_copy(update={"name": "other"}))
+    assert ops.start(OPERATOR, "other", nodes=1).changed
 
 
 @pytest.mark.parametrize(
