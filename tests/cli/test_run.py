@@ -74,8 +74,7 @@ class Ctl:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(home), "XDG_RUNTIME_DIR": str(home), MARK: self.mark}
         env = {name: value for name, value in env.items() if not name.startswith("ELASTICCTL_")} | {"TMPDIR": str(home)}
         self.out, self.err = home / f"{self.mark}.out", home / f"{self.mark}.err"
-        # Tests may run under nohup, and a signal that is ignored stays so.
-        command = ["env", "--default-signal=HUP", sys.executable, "-m", "elasticd.cli", *arguments]
+        command = [sys.executable, "-m", "elasticd.cli", *arguments]
         self.terminal = -1
         if tty:
             self.terminal, inside = pty.openpty()
