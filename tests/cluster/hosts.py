@@ -65,8 +65,16 @@ def missing() -> str:
         return "needs the package polkitd"
     if "overlay" not in Path("/proc/filesystems").read_text().split():
         return "needs overlayfs in the kernel"
+    hidden = [str(path) for path in needed() if path.is_relative_to("/tmp") or path.is_relative_to("/run")]
+    if hidden:  # and its systemd empties its own /tmp as it boots: nothing of ours is to lie there
+        return f"needs {hidden[0]} elsewhere: a host has a /tmp and a /run of its own"
     tried = subprocess.run(["unshare", "--mount", "--pid", "--net", "--fork", "true"], capture_output=True, text=True, timeout=20)
     return f"needs namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def needed() -> tuple[Path, ...]:
+    """What every host is to see of this machine: the project, and its Python."""
+    return ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(os.path.realpath(sys.executable)).parent
 
 
 class Host:
@@ -264,8 +272,8 @@ class Host:
 
     def _start_supervisor(self) -> subprocess.Popen[bytes]:
         self._folder.mkdir()
-        needed = {str(path) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(os.path.realpath(sys.executable)).parent)}
-        command = [sys.executable, "-I", "-S", "-B", str(BOOT), self.name, self.address, str(self._folder), self._cgroup, *sorted(needed)]
+        shown = {str(path) for path in needed()}
+        command = [sys.executable, "-I", "-S", "-B", str(BOOT), self.name, self.address, str(self._folder), self._cgroup, *sorted(shown)]
         with (self._folder / "console.log").open("ab") as errors:
             # A session of its own: Ctrl-C is for us, and reaches the host through us. Unbuffered: see select above.
             started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True, bufsize=0)
