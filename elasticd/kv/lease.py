@@ -146,7 +146,9 @@ class Lease:
         pauses = Pauses(0.05, max(0.05, min(0.4, self._period / 4)))
         tried = 0
         while not self._stop.is_set() and (left := until - time.monotonic()) >= SHORTEST:
-            ttl = self._send(min(left, self._config.call_timeout))
+            # A silent endpoint must leave the others their time within this third, or who talks to it takes itself for cut off.
+            share = left / (len(self._ring) - tried % len(self._ring))
+            ttl = self._send(min(max(share, SHORTEST), self._config.call_timeout))
             if ttl is not None and ttl > 0:
                 return True
             if ttl is not None:

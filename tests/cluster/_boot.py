@@ -30,7 +30,10 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
@@ -92,17 +95,17 @@ class Machine:
         address: its address, for its own /etc/hosts.
         folder: of this process; removed at the end.
         cgroup: the name of its cgroup, at the root of the unified hierarchy.
-        needed: directories of the machine that must be seen in the host at their own paths, by every user.
+        shown: directories of the machine that every user of the host must be able to see, and the places where.
     """
 
-    def __init__(self, name: str, address: str, folder: Path, cgroup: str, needed: list[Path]) -> None:
+    def __init__(self, name: str, address: str, folder: Path, cgroup: str, shown: Sequence[tuple[Path, Path]]) -> None:
         self._name = name
         self._address = address
         self._folder = folder
         self._disk = folder / "disk"
         self._root = self._disk / "root"
         self._cgroup = self._disk / "cgroup" / cgroup
-        self._needed = needed
+        self._shown = shown
         self._pid = 0
         self._hold = -1  # what PID 1 waits at
         self._ready = -1
@@ -117,7 +120,7 @@ class Machine:
         mount("none", Path("/"), flags=MS_REC | MS_SLAVE)
         self._disk.mkdir()
         mount("tmpfs", self._disk, "tmpfs", data="mode=0755")
-        for name in ("upper", "work", "root", "cgroup"):
+        for name in ("root", "cgroup"):
             (self._disk / name).mkdir()
         mount("none", self._cgroup.parent, "cgroup2")
         self._cgroup.mkdir()
@@ -246,10 +249,9 @@ class Machine:
 
     def _mount_root(self) -> None:
         root, disk = self._root, self._disk
-        # index=off: the last boot's overlay may take a moment longer to let go of the same directories.
-        mount("overlay", root, "overlay", data=f"lowerdir=/,upperdir={disk / 'upper'},workdir={disk / 'work'},index=off")
-        for path in self._needed:
-            self._show(path)
+        self._overlay("root", Path("/"), root)
+        for number, (path, place) in enumerate(self._shown):
+            self._show(path, place, f"shown-{number}")
         mount("proc", root / "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
         self._mount_sys()
         mount("tmpfs", root / "run", "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755")
@@ -259,13 +261,25 @@ class Machine:
             furnish(root, self._name, self._address)
             (disk / "furnished").touch()
 
-    def _show(self, path: Path) -> None:
-        """Let every user of the host reach `path`, also if it is not on the root file system. Only the overlay is changed."""
-        place = self._root / path.relative_to("/")
-        if path.stat().st_dev != Path("/").stat().st_dev:
-            place.mkdir(parents=True, exist_ok=True)
-            bind(path, place, read_only=True)
-        for folder in place.parents:
+    def _overlay(self, name: str, lower: Path, target: Path) -> None:
+        """Show the directory `lower` at `target`, to be written to as well: by that only the host's disk is changed."""
+        parts = {kind: self._disk / f"{kind}-{name}" for kind in ("lower", "upper", "work")}
+        for part in parts.values():
+            part.mkdir(exist_ok=True)  # there, if the host has been on before
+        bind(lower, parts["lower"])  # its own path may have characters that mean something among mount options
+        # index=off: the last boot's overlay may take a moment longer to let go of the same directories.
+        mount("overlay", target, "overlay", data="".join(f"{kind}dir={part}," for kind, part in parts.items()) + "index=off")
+
+    def _show(self, path: Path, place: Path, name: str) -> None:
+        """Let every user of the host see `path` at `place`, also if it is not on the root file system."""
+        target = self._root / place.relative_to("/")
+        if place != path:
+            target.mkdir(parents=True, exist_ok=True)
+            self._overlay(name, path, target)
+        elif path.stat().st_dev != Path("/").stat().st_dev:
+            target.mkdir(parents=True, exist_ok=True)
+            bind(path, target, read_only=True)
+        for folder in target.parents:
             if folder == self._root:
                 break
             mode = stat.S_IMODE(folder.stat().st_mode)
@@ -330,9 +344,11 @@ def furnish(root: Path, name: str, address: str) -> None:
 
 
 def main() -> None:
-    """Run one host. Arguments: its name, its address, the folder, the cgroup's name, and directories that must be seen."""
-    name, address, folder, cgroup, *needed = sys.argv[1:]
-    machine = Machine(name, address, Path(folder), cgroup, [Path(path) for path in needed])
+    """Run one host. Arguments: its name, its address, the folder, the cgroup's name, and directories that must be seen, each followed by its place."""
+    name, address, folder, cgroup, *views = sys.argv[1:]
+    os.umask(0o022)  # what is made here is the host's, whose users are not all root
+    paths = [Path(view) for view in views]
+    machine = Machine(name, address, Path(folder), cgroup, list(zip(paths[::2], paths[1::2], strict=True)))
     try:
         machine.serve()
     finally:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticd.kv import KVConfig, TLSFiles
-from tests.cluster.hosts import ROOT, Host, HostError
+from tests.cluster.hosts import Host, HostError
+from tests.cluster.places import ROOT
 from tests.support.etcd import await_, etcdctl_path
 
 if TYPE_CHECKING:

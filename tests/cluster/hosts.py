@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tests.cluster.network import BASE, CGROUP, Network, alone, cgroups, identity, ip, remove_cgroup, remove_link, sweep
+from tests.cluster.places import MOVES, PREFIX, PROJECT, PYTHON, hidden, installation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ROOT = Path(__file__).resolve().parents[2]
 BOOT = Path(__file__).with_name("_boot.py")
 TOOLS = ("ip", "nsenter", "setpriv", "runuser", "dbus-daemon", "tar")
-BIN = Path(sys.prefix) / "bin"
-ENVIRONMENT = {"PATH": f"{BIN}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
+ENVIRONMENT = {"PATH": f"{PREFIX}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
 PING = """\
@@ -56,6 +55,9 @@ def missing() -> str:
     """Why this machine cannot have hosts, "" if it can."""
     if os.geteuid() != 0:
         return "needs root"
+    unseen = sorted(hidden(installation()))
+    if unseen:
+        return f"needs a Python that is installed elsewhere than in {unseen[0]}, where a host or a unit on it has files of its own"
     if not any(Path(path).exists() for path in ("/lib/systemd/systemd", "/usr/lib/systemd/systemd")):
         return "needs the package systemd"
     lacking = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -65,16 +67,13 @@ def missing() -> str:
         return "needs the package polkitd"
     if "overlay" not in Path("/proc/filesystems").read_text().split():
         return "needs overlayfs in the kernel"
-    hidden = [str(path) for path in needed() if path.is_relative_to("/tmp") or path.is_relative_to("/run")]
-    if hidden:  # and its systemd empties its own /tmp as it boots: nothing of ours is to lie there
-        return f"needs {hidden[0]} elsewhere: a host has a /tmp and a /run of its own"
     tried = subprocess.run(["unshare", "--mount", "--pid", "--net", "--fork", "true"], capture_output=True, text=True, timeout=20)
     return f"needs namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-def needed() -> tuple[Path, ...]:
-    """What every host is to see of this machine: the project, and its Python."""
-    return ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(os.path.realpath(sys.executable)).parent
+def shown() -> dict[Path, Path]:
+    """What every host is to see of this machine, and where: the project, its environment and their Python."""
+    return {path: path for path in installation()} | MOVES
 
 
 class Host:
@@ -219,6 +218,10 @@ class Host:
             raise HostError(f"{self.name}: {shlex.join(map(str, argv))} returned {done.returncode}\n{out[-2000:]}\n{err[-2000:]}")
         return subprocess.CompletedProcess(argv, done.returncode, out, err)
 
+    def python(self, code: str, *, user: str | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run code in the project's virtual environment, with the project's packages; otherwise as `sh`."""
+        return self.sh("env", f"PYTHONPATH={PROJECT}", PYTHON, "-c", code, user=user, check=check)
+
     def popen(self, *argv: str | Path, user: str | None = None) -> subprocess.Popen[str]:
         """Start a command in the host, with pipes for its output. It dies with this Popen's process, and with the host."""
         return subprocess.Popen(
@@ -272,8 +275,8 @@ class Host:
 
     def _start_supervisor(self) -> subprocess.Popen[bytes]:
         self._folder.mkdir()
-        shown = {str(path) for path in needed()}
-        command = [sys.executable, "-I", "-S", "-B", str(BOOT), self.name, self.address, str(self._folder), self._cgroup, *sorted(shown)]
+        views = [str(path) for view in sorted(shown().items()) for path in view]
+        command = [sys.executable, "-I", "-S", "-B", str(BOOT), self.name, self.address, str(self._folder), self._cgroup, *views]
         with (self._folder / "console.log").open("ab") as errors:
             # A session of its own: Ctrl-C is for us, and reaches the host through us. Unbuffered: see select above.
             started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True, bufsize=0)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.cluster.etcd import CLIENT_TLS, OPERATOR_TLS, ThreeMembers
-from tests.cluster.hosts import ROOT, Host, HostError, boot
+from tests.cluster.hosts import Host, HostError, boot
+from tests.cluster.places import PREFIX, PROJECT, PYTHON
 from tests.support.etcd import await_
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Site:
     def install(self) -> None:
         """`make install` once, its result and a configuration on every host, users and roles in etcd. Nothing is started."""
         first = self.hosts[0]
-        make_install(first, ROOT, f"DESTDIR={STAGE}")
+        make_install(first, PROJECT, f"DESTDIR={STAGE}")
         self._packed = subprocess.run(
             ["nsenter", "-t", str(first.pid), "-m", "-r", "--", "tar", "-C", STAGE, "-c", "."], capture_output=True, check=True, timeout=60
         ).stdout
@@ -102,7 +102,7 @@ class Site:
 
     def upgrade(self, host: Host, version: str) -> str:
         """Install this tree on a host that runs, as another version, as an operator does; what the installer said. Nothing is restarted."""
-        host.sh("sh", "-c", COPY, "sh", ROOT, SOURCE, version)
+        host.sh("sh", "-c", COPY, "sh", PROJECT, SOURCE, version)
         return make_install(host, Path(SOURCE))
 
     def configure(self, host: Host, *, own_tls: str = CLIENT_TLS) -> None:
@@ -174,10 +174,8 @@ class Site:
 
 def make_install(host: Host, tree: Path, *arguments: str) -> str:
     """`make install` of a tree on a host, with the packages that the tests themselves have; what it said."""
-    venv = ROOT / ".venv"
-    python = venv / "bin" / "python" if (venv / "bin" / "python").exists() else Path(sys.executable)
-    command = ("make", "-C", tree, "--no-print-directory", "install", f"PYTHON={python}", f"FROM_VENV={Path(sys.prefix)}", *arguments)
-    return host.sh(*command, timeout=110).stdout
+    environment = (f"PYTHON={PYTHON}", f"FROM_VENV={PREFIX}")
+    return host.sh("make", "-C", tree, "--no-print-directory", "install", *environment, *arguments, timeout=110).stdout
 
 
 def allow(host: Host, name: str, text: str) -> None:

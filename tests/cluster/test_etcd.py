@@ -218,6 +218,6 @@ def test_a_node_reaches_etcd_from_its_own_host(three: ThreeMembers) -> None:
         f"kv = EtcdKV(KVConfig(endpoints={three.endpoints!r}, tls=files))\n"
         f"kv.check({KEYS.prefix!r}); print('served'); kv.close()\n"
     )
-    assert host.sh("python", "-c", code, user="daemon").stdout == "served\n"
-    refused = host.sh("python", "-c", code, user="nobody", check=False)
+    assert host.python(code, user="daemon").stdout == "served\n"
+    refused = host.python(code, user="nobody", check=False)
     assert "key /etc/elasticd/tls/client.key cannot be read (Permission denied)" in refused.stderr

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pydantic
 import pytest
 
-from tests.cluster.hosts import ROOT, Host, HostError, Lab
+from tests.cluster.hosts import Host, HostError, Lab
 from tests.cluster.network import BASE, CGROUP, alone, lives, start_time, sweep, unified
+from tests.cluster.places import MOVES, PREFIX, PROJECT, PYTHON, ROOT
 from tests.support.etcd import await_
 
 if TYPE_CHECKING:
@@ -68,12 +70,17 @@ def test_a_host_cannot_change_the_machine(hosts: tuple[Host, Host], tmp_path: Pa
     """Neither its files nor its kernel's settings; each host has its own /tmp, /run and shared memory."""
     one, other = hosts
     (tmp_path / "mine").write_text("as it was")
-    for path in (str(ROOT / "pyproject.toml"), "/etc/hostname", "/tmp/elasticd-mark", "/run/elasticd-mark", "/dev/shm/elasticd-mark"):
-        before = Path(path).read_text() if Path(path).exists() else None
+    own = ("/etc/hostname", "/tmp/elasticd-mark", "/var/tmp/elasticd-mark", "/run/elasticd-mark", "/dev/shm/elasticd-mark")
+    shown = {place / name: here / name for here, place in MOVES.items() for name in ("pyproject.toml", "pyvenv.cfg") if (here / name).exists()}
+    for path, here in ({Path(path): Path(path) for path in own} | shown).items():
+        before = here.read_text() if here.exists() else None
+        one.sh("cp", "-a", path, "/root/before", check=False)
         one.write(path, "changed")
         assert one.read(path) == "changed"
-        assert (Path(path).read_text() if Path(path).exists() else None) == before
+        assert (here.read_text() if here.exists() else None) == before
         assert other.sh("cat", path, check=False).stdout != "changed"
+        if path in shown:  # the other tests go on with it
+            one.sh("mv", "/root/before", path)
     assert "Read-only file system" in one.sh("sh", "-c", "echo 40000 >/proc/sys/kernel/pid_max", check=False).stderr
     one.sh("systemd-tmpfiles", "--create", "--remove", "--boot", "--exclude-prefix=/dev", check=False)
     assert (tmp_path / "mine").read_text() == "as it was"
@@ -81,8 +88,16 @@ def test_a_host_cannot_change_the_machine(hosts: tuple[Host, Host], tmp_path: Pa
 
 @pytest.mark.parametrize("user", [None, "nobody"])
 def test_the_projects_virtual_environment_works_on_a_host_for_every_user(hosts: tuple[Host, Host], user: str | None) -> None:
-    told = hosts[0].sh("python", "-c", "import elasticd, pydantic; print(elasticd.__file__)", user=user).stdout
-    assert told == f"{ROOT / 'elasticd' / '__init__.py'}\n"
+    told = hosts[0].python("import elasticd, pydantic, sys; print(elasticd.__file__, sys.prefix)", user=user).stdout
+    assert told == f"{PROJECT / 'elasticd' / '__init__.py'} {PREFIX}\n"
+
+
+def test_a_unit_that_hides_as_much_as_the_shipped_one_sees_project_and_environment_as_they_are_here(hosts: tuple[Host, Host]) -> None:
+    """Wherever they lie on this machine."""
+    code = f"import pydantic; print(pydantic.VERSION); print(open({str(PROJECT / 'pyproject.toml')!r}).read(), end='')"
+    hiding = [f"--property={name}" for name in ("User=nobody", "PrivateTmp=yes", "ProtectHome=read-only", "ProtectSystem=strict")]
+    told = hosts[0].sh("systemd-run", "--quiet", "--pipe", "--wait", "--collect", *hiding, "--", PYTHON, "-c", code).stdout
+    assert told == f"{pydantic.VERSION}\n{(ROOT / 'pyproject.toml').read_text()}"
 
 
 def test_files_are_written_with_their_mode_and_owner(hosts: tuple[Host, Host], tmp_path: Path) -> None:
@@ -152,6 +167,7 @@ def test_a_power_cut_says_no_goodbye(hosts: tuple[Host, Host]) -> None:
 def test_the_disk_outlives_a_power_cut_and_nothing_else_does(hosts: tuple[Host, Host]) -> None:
     other = hosts[1]
     other.write("/var/lib/kept", "kept")
+    other.write(PROJECT / "kept", "kept there too")
     other.write("/run/gone", "gone")
     boot_id = other.read("/proc/sys/kernel/random/boot_id")
     machine_id = other.read("/etc/machine-id")
@@ -159,6 +175,7 @@ def test_the_disk_outlives_a_power_cut_and_nothing_else_does(hosts: tuple[Host, 
     other.reboot()
     assert hosts[0].pings(other.address)  # its hardware address is the same, or this would take a while
     assert other.read("/var/lib/kept") == "kept"
+    assert other.read(PROJECT / "kept") == "kept there too"
     assert other.sh("cat", "/run/gone", check=False).returncode == 1
     assert other.read("/proc/sys/kernel/random/boot_id") != boot_id
     assert other.read("/etc/machine-id") == machine_id
@@ -202,7 +219,7 @@ def lab_folder() -> Path:
     return folder
 
 
-# A session of its own, which tells what it has made and then ends as it is told to.
+# A session of its own, which tells what it has made and, once that has been looked at, ends as it is told to.
 SESSION = """
     import json, os, signal, sys
     from tests.cluster.hosts import Lab
@@ -213,6 +230,7 @@ SESSION = """
         supervisor = int((folder / "1-short-lived" / "supervisor").read_text().partition("-")[0])
         print(json.dumps({"pids": [host.pid, supervisor], "links": [*(folder / "links").read_text().split(), host._link],
             "cgroups": [str(path) for path in cgroups(f"{CGROUP}{folder.name}-*")], "folder": str(folder)}), flush=True)
+        sys.stdin.readline()
         if sys.argv[1] == "raise":
             raise RuntimeError("on purpose")
         if sys.argv[1] == "wait":
@@ -228,9 +246,10 @@ def start_session(lab: Lab) -> Iterator[StartSession]:
         def start(how: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
             command = [sys.executable, "-c", textwrap.dedent(SESSION), how]
             process = stack.enter_context(
-                subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+                subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
             )
             stack.callback(process.kill)
+            assert process.stdin is not None  # both are pipes
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
@@ -238,6 +257,8 @@ def start_session(lab: Lab) -> Iterator[StartSession]:
             made = json.loads(line)
             assert len(made["cgroups"]) == 1
             assert all(Path("/sys/class/net", link).exists() for link in made["links"])
+            process.stdin.write("seen\n")
+            process.stdin.flush()
             return process, made
 
         yield start

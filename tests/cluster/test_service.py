@@ -16,7 +16,7 @@ import pytest
 
 from elasticd import __version__
 from tests.cluster import etcd
-from tests.cluster.hosts import ROOT
+from tests.cluster.places import PYTHON
 from tests.cluster.site import USER, Site
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ JOB = "steps"
 LOGS = "/srv/steps"
 SCRIPT = "/srv/steps.py"
 AGENT = f"elasticd-agent@{JOB}"
-PYTHON = ROOT / ".venv" / "bin" / "python"
 TTL = 4.0
 START_UP = 15.0
 """Seconds within which workers may start: importing torch, mostly."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import hosts
-from tests.cluster.hosts import ROOT
+from tests.cluster.places import ROOT
 
 AS_SOMEBODY = "import os, sys, pytest; os.geteuid = lambda: 1000; sys.exit(pytest.main(sys.argv[1:]))"
 

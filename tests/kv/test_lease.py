@@ -11,7 +11,7 @@ import pytest
 from elasticd.errors import LeaseLostError
 from elasticd.kv import Compare, EtcdKV, Put, Target
 from elasticd.kv.lease import boottime
-from tests.support.etcd import Server, await_
+from tests.support.etcd import Cluster, Server, await_
 
 if TYPE_CHECKING:
     from tests.kv.conftest import Connect
@@ -138,6 +138,22 @@ def test_a_short_outage_keeps_the_lease(server: Server, connect: Connect, prefix
     await_(lambda: other.reachable, what="the return for the other")
     assert (lease.lost, lease.reachable) == (False, True)
     assert kv.get(prefix + "a") is not None
+
+
+def test_a_member_that_falls_silent_does_not_make_its_clients_take_themselves_for_cut_off(cluster: Cluster, connect: Connect, prefix: str) -> None:
+    """It leaves the others their time within the third: a host that loses its power sends no reset."""
+    leader, lost, other = cluster.ordered(leader_first=True)
+    kv = connect(lost.endpoint, leader.endpoint, other.endpoint)
+    lease = kv.lease(3)
+    changes = Changes()
+    bind(kv, prefix + "a", lease.id)
+    lease.start(always, changes)
+    renewed = lease.last_renewed
+    await_(lambda: lease.last_renewed > renewed, what="a renewal by the member that is to be lost")
+    lost.pause()
+    at = boottime()
+    await_(lambda: lease.last_renewed - at > 3.2, what="renewals by the others past the TTL")
+    assert (lease.reachable, lease.lost, changes.count) == (True, False, 0)
 
 
 def test_a_pause_past_the_ttl_loses_the_lease(server: Server, connect: Connect, prefix: str) -> None:
