@@ -33,7 +33,10 @@ LAYERS = [
 
 # Packages of this project that are not layers of elasticd, and who else may import them.
 APART = {
-    "trainer.channel": {"elasticd.agent"},  # message types
+    "trainer.wire": {"elasticd.agent"},  # what a worker and its agent share: messages, control page, layout
+    "trainer.checkpoint": {"elasticd.agent"},  # what both write
+    "trainer.errors": {"elasticd.agent"},
+    "trainer.settings": {"elasticd.agent", "elasticd.daemon", "elasticd.cli"},  # the schema of what operators set
     "trainer": set[str](),
     "detectors": set[str](),  # the daemon runs it as a process
 }
@@ -150,7 +153,7 @@ def test_every_import_follows_the_arrows() -> None:
         ("elasticd/stray/a.py", ""),
         ("trainer/a.py", "from elasticd.errors import ElasticdError"),
         ("trainer/a.py", "import elasticd"),
-        ("detectors/a.py", "from trainer import channel"),
+        ("detectors/a.py", "from trainer.wire import channel"),
         ("detectors/a.py", "import torch"),
     ],
 )
@@ -165,10 +168,10 @@ def test_an_import_against_an_arrow_is_found(tmp_path: Path, path: str, source: 
     [
         ("elasticd/kv/a.py", "import etcd3, grpc, google.protobuf, elasticd.errors\nfrom . import types\nfrom .types import KeyValue"),
         ("elasticd/rendezvous/a.py", "import torch\nfrom elasticd.kv.types import KeyValue\nfrom elasticd.errors import ElasticdError"),
-        ("elasticd/agent/a.py", "import torch\nfrom trainer.channel import Ready\nfrom elasticd import policy, rendezvous, kv"),
+        ("elasticd/agent/a.py", "import torch\nfrom trainer.wire.channel import Raise\nfrom elasticd import policy, rendezvous, kv"),
         ("elasticd/daemon/a.py", "from elasticd.kv import client\nfrom elasticd import __version__"),
         ("elasticd/cli/a.py", "import typer\nfrom elasticd.daemon.api import Client"),
-        ("trainer/a.py", "import torch\nfrom trainer import channel\nfrom .channel import Ready"),
+        ("trainer/a.py", "import torch\nfrom trainer.wire import channel\nfrom .wire.channel import Raise"),
         ("detectors/a.py", "import sklearn.ensemble\nfrom detectors import windows"),
     ],
 )

@@ -107,7 +107,8 @@ class Store:
         folder = self.root / "nodes" / name
         common, hosts = f"elasticd-node-{name}", read_hosts(folder)
         server = [Leaf(folder=folder, stem="server", common_name=common, usage="serverAuth", hosts=hosts)] if hosts else []
-        return [Leaf(folder=folder, stem="client", common_name=common), *server]
+        # Agents show it to each other, to fetch states: one of the two is the server then. Without an address it is none for etcd or the API.
+        return [Leaf(folder=folder, stem="client", common_name=common, usage="clientAuth,serverAuth"), *server]
 
     def operator(self, name: str) -> list[Leaf]:
         """An operator's."""

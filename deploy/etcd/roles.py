@@ -119,7 +119,7 @@ class Cluster:
         look = Grant(self.prefix, READ)
         state = State()
         state.roles[self.nodes_role] = {look}
-        state.roles[self.operators_role] = {look, Grant(self.prefix + "nodes-policy/", READ_WRITE), Grant(self.prefix + "audit/", READ_WRITE)}
+        state.roles[self.operators_role] = {look} | {Grant(self.prefix + key, READ_WRITE) for key in ("nodes-policy/", "audit/", "config/")}
         for job in jobs:
             state.roles[self.nodes_role] |= self.job_of_members(job)
             state.roles[self.operators_role] |= self.job_of_operators(job)
@@ -234,7 +234,7 @@ def matrix(state: State, cluster: Cluster, jobs: Sequence[str]) -> list[str]:
     """Who may do what with which key, one line each. All nodes are alike, and so are all operators: two stand for them."""
     state.users |= {"one": {cluster.nodes_role, cluster.node_role("NODE")}, "other": {cluster.operators_role}}
     state.roles |= cluster.wanted(["NODE"], [], []).roles | {role: state.roles.get(role, set()) for role in (cluster.nodes_role, cluster.operators_role)}
-    below = ["nodes/NODE", "nodes/(another)", "nodes-policy/NODE", "nodes-policy/(another)", "audit/(any)"]
+    below = ["nodes/NODE", "nodes/(another)", "nodes-policy/NODE", "nodes-policy/(another)", "audit/(any)", "config/(any)"]
     of_job = ("target", "requests/(any)", "proposal", "generation", "budget", "checkpoint", "members/(any)", "events/(any)")
     for job in jobs or ["(unknown)"]:
         below += [f"jobs/{job}/{key}" for key in of_job]

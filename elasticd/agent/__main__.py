@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from elasticd.agent.config import AgentConfig
     from elasticd.agent.identity import Identity
     from elasticd.agent.result import ResultFile
+    from elasticd.kv import EtcdKV
     from elasticd.rendezvous.config import MemberConfig
+    from trainer.settings import Settings
 
 
-def member_config(config: AgentConfig) -> MemberConfig:
-    """The part of an agent's configuration that its membership needs."""
+def member_config(config: AgentConfig, state_port: int = 0) -> MemberConfig:
+    """The part of an agent's configuration that its membership needs, and where its states are served."""
     from elasticd.rendezvous.config import MemberConfig
 
     return MemberConfig(
@@ -43,6 +45,7 @@ def member_config(config: AgentConfig) -> MemberConfig:
         probe_port=config.probe_port,
         state_dir=config.state_dir,
         reopen=config.reopen,
+        state_port=state_port,
     )
 
 
@@ -52,29 +55,58 @@ def run(config: AgentConfig, signals: Signals) -> Finish:
     Raises:
         ElasticdError: it could not begin, or the membership was lost for good.
     """
+    from elasticd.agent.fingerprint import fingerprint
+    from elasticd.agent.state import StateKeeper
     from elasticd.kv import EtcdKV
     from elasticd.rendezvous.member import Member
 
     identity = _identity(config)
-    with EtcdKV(config.kv) as kv, closing(Errand("elasticd-certificates", lambda: _reload(config, kv.reload))) as reloading:
+    with ExitStack() as stack:
+        kv = stack.enter_context(EtcdKV(config.kv))
+        reloading = stack.enter_context(closing(Errand("elasticd-certificates", lambda: _reload(config, kv.reload))))
         # Under a daemon nobody hangs up: SIGHUP is what a service gets to be told of new files.
         signals.on_hangup(reloading.ask if config.result_file else None)
-        with closing(Member(member_config(config), kv=kv, attentive=True)) as member:
-            # What is wrong with etcd, files or names shows before torch has been imported, which takes seconds. Registering waits until workers
-            # could be started: the others stop theirs as soon as they see a newcomer. And the import holds the interpreter for so long at a time
-            # that a short lease would not live through it (tried: generations formed and were given up before the first worker ran).
-            member.connect()
-            from elasticd.agent.agent import JobAgent
-            from elasticd.agent.launch import ExecLauncher
+        states = stack.enter_context(closing(StateKeeper(config, lambda: read_settings(config, kv))))
+        member = stack.enter_context(closing(Member(member_config(config, states.port), kv=kv, attentive=True)))
+        # What is wrong with etcd, files or names shows before torch has been imported, which takes seconds. Registering waits until workers
+        # could be started: the others stop theirs as soon as they see a newcomer. And the import holds the interpreter for so long at a time
+        # that a short lease would not live through it (tried: generations formed and were given up before the first worker ran).
+        member.connect()
+        from elasticd.agent.agent import JobAgent
+        from elasticd.agent.launch import ExecLauncher
 
-            member.start()
-            agent = JobAgent(config, member, ExecLauncher(), identity)
-            signals.reach(agent)
-            agent.run()
-            if agent.finish is None:
-                msg = "the agent ended without a result"
-                raise ElasticdError(msg)
-            return agent.finish
+        states.attach(member)
+        states.recall()
+        inventory, lost = states.holdings()
+        member.start(inventory=inventory, lost=lost, fingerprint=fingerprint(config, os.environ))
+        agent = JobAgent(config, member, ExecLauncher(), states, identity)
+        states.call(agent.ring)
+        signals.reach(agent)
+        agent.run()
+        if agent.finish is None:
+            msg = "the agent ended without a result"
+            raise ElasticdError(msg)
+        return agent.finish
+
+
+def read_settings(config: AgentConfig, kv: EtcdKV) -> Settings:
+    """The settings of training as they are now, all layers of them.
+
+    Raises:
+        KVError: etcd is out of reach.
+        UsageError: a value is not allowed where it is, or two do not fit each other.
+        RecordError: what is in etcd is not ours to believe.
+    """
+    from elasticd.agent.settings import resolve
+    from elasticd.rendezvous.keys import ClusterKeys
+    from elasticd.rendezvous.records import ConfigRecord, parse
+
+    keys = ClusterKeys(config.cluster)
+    records = []
+    for key, scope in ((keys.config_of_cluster, keys.scope), (keys.config_of_job(config.job), config.keys.scope)):
+        held = kv.get(key)
+        records.append(parse(ConfigRecord, key, held.value, scope) if held else None)
+    return resolve(config, records[0], records[1], os.environ)[0]
 
 
 def _identity(config: AgentConfig) -> Identity | None:

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +39,8 @@ from elasticd.rendezvous.handler import EtcdRendezvousHandler, serve_store
 from elasticd.rendezvous.membership import Directive, Leave, Stop
 from elasticd.rendezvous.peers import neighbours, unreachable
 from elasticd.rendezvous.records import GenerationRecord, GenerationState, MemberId, Mode, Outcome, Result
+from trainer.errors import EXIT_STOPPED
+from trainer.wire.channel import FD_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 
     from elasticd.agent.config import AgentConfig
     from elasticd.agent.identity import Identity
+    from elasticd.agent.state import StateKeeper
     from elasticd.rendezvous.desk import Assignment
     from elasticd.rendezvous.member import Member
 
@@ -97,10 +101,11 @@ class JobAgent(SimpleElasticAgent):
         config: what to run.
         member: registered.
         launcher: how workers are started.
+        states: what the workers' states are kept in.
         identity: who they are; None: who the agent is.
     """
 
-    def __init__(self, config: AgentConfig, member: Member, launcher: Launcher, identity: Identity | None = None) -> None:
+    def __init__(self, config: AgentConfig, member: Member, launcher: Launcher, states: StateKeeper, identity: Identity | None = None) -> None:
         spec = WorkerSpec(
             role=DEFAULT_ROLE,
             local_world_size=config.nproc,
@@ -113,6 +118,7 @@ class JobAgent(SimpleElasticAgent):
         self._config = config
         self._member = member
         self._launcher = launcher
+        self._states = states
         self._identity = identity
         self._inherited = {**inherited(os.environ, identity), **config.env}
         self._interface = interface_of(config.address)
@@ -129,14 +135,15 @@ class JobAgent(SimpleElasticAgent):
     def leave(self) -> None:
         """Leave the job in order. Safe to call from a signal handler; a second call changes nothing."""
         self._leave_asked = True
-        self._ring()
+        self.ring()
 
     def ask_checkpoint(self) -> None:
         """Let workers that catch SIGUSR1 know that a checkpoint is wanted. Safe to call from a signal handler."""
         self._checkpoint_asked = True
-        self._ring()
+        self.ring()
 
-    def _ring(self) -> None:
+    def ring(self) -> None:
+        """Have the loop look at everything now. From any thread, and from a signal handler."""
         try:
             os.write(self._signal_write, b"!")
         except BlockingIOError:
@@ -170,6 +177,7 @@ class JobAgent(SimpleElasticAgent):
         generation = assignment.generation
         store = serve_store(assignment) if assignment.store_socket is not None else None
         self._assignment = assignment
+        self._states.begin(assignment)
         self._store = store  # type: ignore[assignment]  # torch types it by its first value, None
         group: Any = worker_group  # torch types these fields by their first value, None
         group.store = store
@@ -195,10 +203,10 @@ class JobAgent(SimpleElasticAgent):
         foreign = self._identity is not None and self._identity.foreign
         logs = GenerationLogs.create(config.log_dir, config.job, config.node, number, self._member.id.incarnation, passage=foreign)
         ranks = {worker.local_rank: logs.rank(worker.global_rank) for worker in worker_group.workers}
-        workers = self._launcher.start([self._launch(assignment, local_rank, files) for local_rank, files in ranks.items()])
-        self._current = _Running(
-            assignment=assignment, workers=workers, logs=logs, ranks=ranks, started_at=time.monotonic(), store=worker_group.store
-        )
+        with ExitStack() as until_started:
+            ends = {local_rank: until_started.enter_context(self._states.open(local_rank)) for local_rank in ranks}
+            workers = self._launcher.start([self._launch(assignment, local_rank, files, ends[local_rank].fileno()) for local_rank, files in ranks.items()])
+        self._current = _Running(assignment=assignment, workers=workers, logs=logs, ranks=ranks, started_at=time.monotonic(), store=worker_group.store)
         pids = {worker.local_rank: worker.pid for worker in workers.workers}
         log.info(
             "workers_started",
@@ -210,7 +218,7 @@ class JobAgent(SimpleElasticAgent):
         )
         return pids
 
-    def _launch(self, assignment: Assignment, local_rank: int, files: RankLogs) -> WorkerLaunch:
+    def _launch(self, assignment: Assignment, local_rank: int, files: RankLogs, channel_fd: int) -> WorkerLaunch:
         config = self._config
         extra = torch_environment(
             self._inherited,
@@ -229,7 +237,7 @@ class JobAgent(SimpleElasticAgent):
         return WorkerLaunch(
             local_rank=local_rank,
             argv=config.argv,
-            env=worker_environment(self._inherited, extra),
+            env=worker_environment(self._inherited, {**extra, FD_VARIABLE: str(channel_fd)}),
             cwd=config.cwd,
             stdout=files.stdout,
             stderr=files.stderr,
@@ -237,6 +245,7 @@ class JobAgent(SimpleElasticAgent):
             directory=files.directory,
             powerless=True,
             cpus=config.cpus[local_rank] if config.cpus else (),
+            descriptors=(channel_fd,),
         )
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - torch's signature
@@ -266,10 +275,13 @@ class JobAgent(SimpleElasticAgent):
                 self._stop(current, directive)
                 return
             if any(code != 0 for code in exits.values()):
-                self._worker_failed(current, exits)
+                self._worker_ended(current, exits)
                 return
             if len(exits) == self._config.nproc:
-                self._report(current, Outcome(generation=current.number, result=Result.FINISHED), why="every worker returned 0")
+                self._finished(current)
+                return
+            if self._states.failure:
+                self._unfit(current, self._states.failure)
                 return
             if self._leaving_is_overdue():
                 self._stop(current, Leave(mode=Mode.KILL, why="the others did not agree on a stop in time"))
@@ -296,13 +308,16 @@ class JobAgent(SimpleElasticAgent):
             pass
 
     def _pass_on_checkpoint(self, current: _Running) -> None:
-        """SIGUSR1 to the workers that catch it; those that do not would die of it."""
+        """A word to the workers that listen, SIGUSR1 to others that catch it; the rest would die of it."""
         self._checkpoint_asked = False
         base = current.assignment.base_rank
-        caught = {base + worker.local_rank: worker.send_if_caught(signal.SIGUSR1) for worker in current.workers.workers if worker.exitcode is None}
+        told = self._states.ask_checkpoint("asked for")
+        others = [worker for worker in current.workers.workers if worker.exitcode is None and worker.local_rank not in told]
+        caught = {base + worker.local_rank: worker.send_if_caught(signal.SIGUSR1) for worker in others}
         log.info(
             "checkpoint_asked",
             generation=current.number,
+            told=[base + local_rank for local_rank in told],
             signalled=[rank for rank, sent in caught.items() if sent],
             not_catching=[rank for rank, sent in caught.items() if not sent],
         )
@@ -321,23 +336,55 @@ class JobAgent(SimpleElasticAgent):
         """Stop the workers as told: a grace period where everybody is well, and a cut one if that changes meanwhile."""
         assert isinstance(directive, Stop | Leave)
         self._member.stopping()
+        agreed = directive.mode is Mode.AGREED_STOP
         grace = self._grace(directive.mode)
         deadline = time.monotonic() + grace
+        # Those that use `trainer` stop at a step that all agree on. When somebody is gone they hang in a collective and their state is kept here
+        # already: nothing is waited for.
+        listening = self._states.ask_stop(directive.why, grace) if agreed else self._states.listening
         for worker in current.workers.workers:
+            if worker.local_rank in listening:
+                worker.send_signal(signal.SIGCONT if agreed else signal.SIGKILL)
+                continue
             worker.send_signal(signal.SIGTERM)
             worker.send_signal(signal.SIGCONT)  # a stopped process would not hear it
         while len(current.workers.poll()) < self._config.nproc and time.monotonic() < deadline:
             newest = self._member.directive
-            if isinstance(newest, Stop | Leave) and newest.mode is Mode.KILL:
+            if isinstance(newest, Stop | Leave) and newest.mode is Mode.KILL and agreed:
                 deadline = min(deadline, time.monotonic() + self._grace(Mode.KILL))
+                agreed = False
             self._wait(current, min(CHECK_EVERY, deadline - time.monotonic()))
         current.workers.stop(0.0, signal.SIGKILL)
         # Who failed first is often a bystander: those at the two ends of a broken link hang in it, and are killed.
         broken = self._broken_links(current, directive.staying) if isinstance(directive, Stop) and directive.mode is Mode.KILL else ()
-        self._report(current, None, why=directive.why, broken=broken)
+        # Where no other generation follows at once, this one is still the active one: what is written can be committed now, and not later.
+        last = isinstance(directive, Stop) and directive.staying is not None and len(directive.staying) < self._config.min_nodes
+        self._report(current, None, why=directive.why, broken=broken, last=last and agreed)
 
     def _grace(self, mode: Mode) -> float:
         return self._config.stop_grace if mode is Mode.AGREED_STOP else self._config.kill_grace
+
+    def _finished(self, current: _Running) -> None:
+        """Every worker returned 0. What they had written last is committed while the generation is still active."""
+        self._member.stopping()
+        self._report(current, Outcome(generation=current.number, result=Result.FINISHED), why="every worker returned 0", last=True)
+
+    def _worker_ended(self, current: _Running, exits: dict[int, int]) -> None:
+        """A worker ended by itself and not with 0: by failure, or because somebody else than the agent asked all to stop."""
+        if all(code in (0, EXIT_STOPPED) for code in exits.values()) and any(map(self._states.stopped_as_asked, exits)):
+            self._member.stopping()
+            current.workers.stop(self._config.stop_grace)
+            self._report(current, None, why="the workers were asked to stop, not by their agent")
+            return
+        self._worker_failed(current, exits)
+
+    def _unfit(self, current: _Running, why: str) -> None:
+        """This node cannot begin with the generation's state, or differs from the others."""
+        self._member.stopping()
+        current.workers.stop(0.0, signal.SIGKILL)
+        log.error("node_failed", generation=current.number, why=why)
+        detail = f"{self._config.node}: {why}"[:2000]
+        self._report(current, Outcome(generation=current.number, result=Result.FAILED, detail=detail), why=detail)
 
     def _worker_failed(self, current: _Running, exits: dict[int, int]) -> None:
         """A worker ended by itself, and not well: the others of this node cannot go on without it."""
@@ -352,6 +399,10 @@ class JobAgent(SimpleElasticAgent):
         self._failure = (rank, ProcessFailure(local_rank, current.workers.workers[local_rank].pid, code, ""))
         if error:
             self._failure[1].message = error.message
+        # Others that use `trainer` wait for it in a collective, or for an order; their state is kept here.
+        for worker in current.workers.workers:
+            if worker.local_rank in self._states.listening:
+                worker.send_signal(signal.SIGKILL)
         current.workers.stop(self._config.kill_grace)
         outcome = Outcome(generation=current.number, result=Result.FAILED, detail=detail[:2000])
         self._report(current, outcome, why=detail, broken=self._broken_links(current))
@@ -369,8 +420,13 @@ class JobAgent(SimpleElasticAgent):
         asked = others if len(others) < PROBE_ALL_UP_TO else neighbours(generation, me)
         return tuple(identity.incarnation for identity in unreachable(asked))
 
-    def _report(self, current: _Running, outcome: Outcome | None, *, why: str, broken: tuple[str, ...] = ()) -> None:
+    def _report(self, current: _Running, outcome: Outcome | None, *, why: str, broken: tuple[str, ...] = (), last: bool = False) -> None:
         self._current = None
+        self._states.gone()
+        if last:
+            self._states.write_newest()
+            if not self._states.settle(self._config.ready_timeout):
+                log.warning("not_all_written", generation=current.number, timeout=self._config.ready_timeout)
         self._store = self._worker_group.store = current.store = None
         stuck = current.workers.stuck
         if stuck:
@@ -378,7 +434,8 @@ class JobAgent(SimpleElasticAgent):
             log.error("workers_stuck", generation=current.number, local_ranks=list(stuck), action="this node leaves the job; it needs a reboot")
             self.leave()
         log.info("workers_stopped", generation=current.number, why=why, outcome=outcome.result.value if outcome else None)
-        self._member.report_stopped(current.number, outcome, broken)
+        inventory, lost = self._states.holdings()
+        self._member.report_stopped(current.number, outcome, broken, inventory=inventory, lost=lost)
 
     # --- the end ---------------------------------------------------------------------------------------------------------
 
@@ -392,7 +449,7 @@ class JobAgent(SimpleElasticAgent):
             self.finish = Finish(ending=Ending.FAILED, reason=self._member.why or "membership lost")
             return
         self._member.ask_to_leave()
-        if not self._member.wait_left(self._config.leave_timeout):
+        if not self._member.wait_left(self._config.leave_timeout, owed=self._states.owed):
             log.warning("left_without_the_others", timeout=self._config.leave_timeout)
         self.finish = Finish(ending=Ending.LEFT, reason="asked to leave")
 

@@ -43,6 +43,8 @@ class AgentConfig(BaseModel):
         env: laid over the agent's own environment for the workers, below the variables that torch wants.
         devices: UUIDs of the GPUs that the workers may see, all of them to each worker, LOCAL_RANK being the index; () leaves them alone.
         cpus: for each local rank the CPUs that it may run on; () leaves one, or all of them, alone.
+        trainer_file: the table [trainer] of the job's file: what `trainer.settings` calls the layer `file`.
+        trainer_command: its layer `command`, as text.
         result_file: set by a daemon, which learns from it how the agent ended (`result`); SIGHUP then reloads certificates instead of leaving.
     """
 
@@ -78,6 +80,8 @@ class AgentConfig(BaseModel):
     env: dict[Variable, Text] = {}
     devices: tuple[Device, ...] = ()
     cpus: tuple[tuple[Annotated[int, Field(ge=0, le=65_535)], ...], ...] = ()
+    trainer_file: dict[str, bool | int | float | str] = {}
+    trainer_command: dict[str, str] = {}
     result_file: Path | None = None
 
     @model_validator(mode="after")

@@ -93,6 +93,7 @@ class WorkerLaunch:
         directory: given to `identity` once its output is open, before it runs; it must be fresh.
         powerless: it gets none of the agent's capabilities, unless it is root; always so with an `identity`.
         cpus: those it may run on; () leaves them alone.
+        descriptors: of ours that it gets, under the same numbers; no other is left open.
     """
 
     local_rank: int
@@ -105,6 +106,7 @@ class WorkerLaunch:
     directory: Path | None = None
     powerless: bool = False
     cpus: tuple[int, ...] = ()
+    descriptors: tuple[int, ...] = ()
 
 
 class WorkerHandle(Protocol):
@@ -354,7 +356,16 @@ def _start_one(launch: WorkerLaunch) -> ExecWorker:
     with _log_file(launch.stdout, launch.identity) as stdout, _log_file(launch.stderr, launch.identity) as stderr:
         _give(launch)
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=cwd, env=launch.env, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=cwd,
+                env=launch.env,
+                start_new_session=True,
+                pass_fds=launch.descriptors,
+            )
         except (OSError, ValueError) as error:  # ValueError: a NUL in an argument, a "=" in a variable's name
             raise UsageError(f"cannot start {launch.argv[0]!r} for worker {launch.local_rank}: {error}") from error
     return _adopt(launch.local_rank, process)

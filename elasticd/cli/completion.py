@@ -1,4 +1,4 @@
-"""Names for the shell to complete: jobs and nodes, as the daemon knows them.
+"""Names for the shell to complete: jobs and nodes, as the daemon knows them, and settings.
 
 Owns: asking for them in a moment or not at all. Must not: print or fail; a shell shows whatever is written while somebody types.
 """
@@ -22,6 +22,17 @@ def job_names(ctx: typer.Context, incomplete: str) -> list[str]:
 def node_names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Nodes whose name begins so."""
     return _names(ctx, "/v1/nodes", "nodes", "name", incomplete)
+
+
+def setting_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Settings of training that etcd may hold and whose name begins so."""
+    try:
+        from trainer.settings import SAFE
+
+        sign = "=" if ctx.info_name == "set" else ""
+        return [name + sign for name in sorted(SAFE) if name.startswith(incomplete)]
+    except Exception:
+        return []
 
 
 def _names(ctx: typer.Context, path: str, kind: str, field: str, incomplete: str) -> list[str]:

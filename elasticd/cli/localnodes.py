@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,10 +36,11 @@ _OUTPUTS: Final = ("agent.stderr", "daemon.stderr")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlan:
-    """What one node is told."""
+    """What one node is told. `trainer`: settings of training from the command line."""
 
     config: DaemonConfig
     spec: JobSpec
+    trainer: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -136,11 +137,12 @@ class LocalNodes:
         job = jobs / f"{plan.spec.name}.toml"
         job.write_text(to_toml(plan.spec.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
         job.chmod(0o600)
+        more = [word for name, value in plan.trainer.items() for word in ("--trainer", f"{name}={value}")]
         self._outputs[plan.name] = [(file, file.stat().st_size if file.exists() else 0) for file in (folder / name for name in _OUTPUTS)]
         return WorkerLaunch(
             local_rank=number,
             # -P: the directory it runs in is the user's, and may hold a logging.py.
-            argv=(sys.executable, "-P", "-m", "elasticd.daemon", "run", "--config", str(path), "--only", plan.spec.name),
+            argv=(sys.executable, "-P", "-m", "elasticd.daemon", "run", "--config", str(path), "--only", plan.spec.name, *more),
             env=worker_environment(os.environ, {}),
             cwd=plan.spec.cwd,
             stdout=folder / "daemon.stdout",

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from elasticd import __version__
-from elasticd.cli import commands_jobs, commands_nodes, commands_watching
+from elasticd.cli import commands_config, commands_jobs, commands_nodes, commands_watching
 from elasticd.cli.arguments import CacertOption, CertOption, ClusterOption, EtcdOption, KeyOption
 from elasticd.cli.failures import reported
 from elasticd.cli.grammar import Verbs
@@ -124,6 +124,13 @@ def run_command(
             "--address", metavar="HOST", help="With --etcd: where other nodes reach this one.  [default: the address on the way to etcd]", show_default=False
         ),
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="A TOML file whose table [trainer] holds settings of training.", show_default=False)
+    ] = None,
+    trainer: Annotated[
+        list[str] | None,
+        typer.Option("--trainer", metavar="NAME=VALUE", help="A setting of training, above all others. May be repeated.", show_default=False),
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", help="Failures of workers after which the job fails. Lost nodes do not count.")
     ] = 10,
@@ -168,6 +175,9 @@ def run_command(
             cwd=cwd,
             log_dir=(log_dir or o.default_log_dir()).absolute(),
             summary=summary,
+            config=config.absolute() if config else None,
+            trainer_file=o.read_trainer(config) if config else {},
+            trainer=o.parse_trainer(trainer or []),
             max_restarts=max_restarts,
             lease_ttl=lease_ttl,
             settle=settle,
@@ -187,6 +197,7 @@ def run_command(
 commands_watching.register(app)
 commands_jobs.register(app)
 commands_nodes.register(app)
+commands_config.register(app)
 commands_watching.register_version(app)
 
 

@@ -10,7 +10,8 @@ import secrets
 import shutil
 import socket
 import sys
-from dataclasses import dataclass
+import tomllib
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,9 @@ from elasticd.rendezvous.address import address_on_the_way_to
 from elasticd.rendezvous.keys import checked_name, node_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from elasticd.agent.settings import OwnLayers
 
 DEFAULT_PORT = "2379"
 CALL_TIMEOUT = 1.5
@@ -253,6 +256,9 @@ class RunOptions:
         script: as it was typed, to print the command for another node.
         argv: the workers' command.
         fresh_name: the job's name was made up, so that nobody else can have meant it.
+        config: the file of `trainer_file`, to print the command for another node.
+        trainer_file: settings of training from a file.
+        trainer: the same from this command line, as text; they lie above all others.
         jsonl: print events as JSON lines instead of talking to a person.
     """
 
@@ -270,6 +276,9 @@ class RunOptions:
     cwd: Path
     log_dir: Path
     summary: Path | None
+    config: Path | None = None
+    trainer_file: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    trainer: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int
     lease_ttl: float
     settle: float
@@ -284,8 +293,15 @@ class RunOptions:
         """Whether everything runs on this machine."""
         return self.store is None
 
+    @property
+    def own(self) -> OwnLayers:
+        """Settings of training as they are given here."""
+        from elasticd.agent.settings import OwnLayers
+
+        return OwnLayers(file=self.trainer_file, environ=os.environ, command=self.trainer)
+
     def check(self) -> None:
-        """Refuse names, numbers and files that cannot work, before anything is started.
+        """Refuse names, numbers, settings and files that cannot work, before anything is started.
 
         Raises:
             UsageError: names the option at fault.
@@ -298,6 +314,48 @@ class RunOptions:
         check_range("--stop-grace", self.stop_grace, 0, 3600)
         check_range("--frozen-max", self.frozen_max, 0.1, 86_400)
         check_summary(self.summary)
+        from elasticd.agent.settings import fitted
+
+        fitted(self.own, None, None, stop_grace=self.stop_grace, ttl=self.lease_ttl)
+
+
+def read_trainer(path: Path) -> dict[str, bool | int | float | str]:
+    """The table [trainer] of a file, which holds nothing else.
+
+    Raises:
+        UsageError: it cannot be read, is no TOML, holds something else, or a setting that is not allowed.
+    """
+    from elasticd.agent.settings import said_as_usage
+    from trainer.settings import Layer, check
+
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--config {path}: {' '.join(str(error).split())}") from None
+    other = next((key for key in document if key != "trainer"), None)
+    if other is not None:
+        raise UsageError(f"--config {path}: {other!r} is not for this file", remedy="it holds one table, [trainer]")
+    table = document.get("trainer", {})
+    if not isinstance(table, dict):
+        raise UsageError(f"--config {path}: trainer is no table")
+    try:
+        with said_as_usage():
+            return check(Layer.FILE, table)
+    except UsageError as error:
+        raise UsageError(f"--config {path}: {error.message}", remedy=error.remedy) from None
+
+
+def parse_trainer(texts: Sequence[str]) -> dict[str, str]:
+    """What `--trainer NAME=VALUE` means, as text.
+
+    Raises:
+        UsageError: a setting is unknown, given twice, or not allowed.
+    """
+    from elasticd.agent.settings import parse_settings
+
+    return parse_settings(texts, "--trainer")
 
 
 def needs_etcd(option: str) -> UsageError:

@@ -196,6 +196,7 @@ def _plans(options: RunOptions, store: Store, scratch: Path) -> list[NodePlan]:
             stop_grace=options.stop_grace,
             frozen_max=options.frozen_max,
             allow_root=True,
+            trainer=dict(options.trainer_file),
         )
         plans = []
         for node in _nodes(options, store):
@@ -211,14 +212,14 @@ def _plans(options: RunOptions, store: Store, scratch: Path) -> list[NodePlan]:
                 "metrics": {"listen": ""},
                 "health": {"disk_free_min": 0},
             }
-            plans.append(NodePlan(config=DaemonConfig.model_validate(document), spec=spec))
+            plans.append(NodePlan(config=DaemonConfig.model_validate(document), spec=spec, trainer=options.trainer))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         said = first["msg"].removeprefix("Value error, ")
         raise UsageError(f"{place}: {said}" if place else said) from None
     for plan in plans:
-        check_fit(plan.config, spec)
+        check_fit(plan.config, spec, options.own)
     return plans
 
 
@@ -258,6 +259,9 @@ def join_command(options: RunOptions, store: Store) -> str:
     words += ["--cluster", options.cluster] if options.cluster != "default" else []
     words += ["--nproc-per-node", str(options.nproc)] if options.nproc != 1 else []
     words += ["--lease-ttl", f"{options.lease_ttl:g}"]
+    # Nodes that differ in settings do not train together.
+    words += ["--config", str(options.config)] if options.config else []
+    words += [word for name, value in options.trainer.items() for word in ("--trainer", f"{name}={value}")]
     words += ["-m"] if options.module else []
     return shlex.join([*words, "--", *options.script])
 

@@ -36,18 +36,23 @@ def run_command(
     only: Annotated[
         str | None, typer.Option("--only", metavar="JOB", help="End when the agent of this job has ended, with its exit code.", show_default=False)
     ] = None,
+    trainer: Annotated[
+        list[str] | None,
+        typer.Option("--trainer", metavar="NAME=VALUE", help="A setting of training, above all others. May be repeated.", show_default=False),
+    ] = None,
 ) -> None:
     """Run the daemon in the foreground, until a signal ends it.
 
     SIGHUP reads configuration, job files and certificates again. SIGTERM lets agents leave first (under systemd: on stop, not on restart); SIGQUIT
     ends the daemon alone. The log is JSON lines on stderr.
     """
+    from elasticd.agent.settings import parse_settings
     from elasticd.daemon.service import Service
     from elasticd.observability.logging import log_to_stream
 
     log_to_stream(sys.stderr)
     try:
-        code = Service(config, only=only).run()
+        code = Service(config, only=only, trainer=parse_settings(trainer or [], "--trainer")).run()
     except ElasticdError as error:
         structlog.get_logger("elasticd.daemon").error("daemon_exit", code=error.exit_code, reason=str(error))
         print(f"elasticd: {error}", file=sys.stderr)

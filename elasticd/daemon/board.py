@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from elasticd.agent.settings import OwnLayers
+from elasticd.daemon.config import AgentTimes
 from elasticd.daemon.jobs import JobSpec
 from elasticd.rendezvous.records import NodeJob
 
@@ -26,6 +28,7 @@ class Turn:
         etcd_problem: why etcd is out of reach, "" while it answers.
         etcd_since: since when it has been so, in seconds since the epoch.
         allowed: the jobs that this node's files allow.
+        times: of agents, where a job's file does not say otherwise.
         jobs: how each of them stands here.
         problems: what an operator should know.
     """
@@ -36,6 +39,7 @@ class Turn:
     etcd_since: float = 0.0
     slots: int = 0
     allowed: Mapping[str, JobSpec] = field(default_factory=dict)
+    times: AgentTimes = field(default_factory=AgentTimes)
     jobs: tuple[NodeJob, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -47,11 +51,13 @@ class Board:
         node: this node's name.
         incarnation: of this daemon.
         stalled_after: seconds without a turn after which the loop counts as stuck.
+        own: settings of training that every agent gets from this daemon: the environment that it inherits, and our command line.
     """
 
-    def __init__(self, *, node: str, incarnation: str, stalled_after: float) -> None:
+    def __init__(self, *, node: str, incarnation: str, stalled_after: float, own: OwnLayers | None = None) -> None:
         self.node = node
         self.incarnation = incarnation
+        self.own = own or OwnLayers()
         self.started_at = time.time()
         self._stalled_after = stalled_after
         self._began = time.monotonic()

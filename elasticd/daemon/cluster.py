@@ -15,7 +15,7 @@ from elasticd.daemon.values import printable
 from elasticd.errors import NotRunningError, RecordError, UsageError
 from elasticd.kv.types import KeyValue, Listing
 from elasticd.rendezvous.keys import checked_name
-from elasticd.rendezvous.records import AuditRecord, EventRecord, NodeJob, NodeJobState, NodePolicyRecord, NodeRecord, Parameter, Record, parse
+from elasticd.rendezvous.records import AuditRecord, ConfigRecord, EventRecord, NodeJob, NodeJobState, NodePolicyRecord, NodeRecord, Parameter, Record, parse
 from elasticd.rendezvous.status import JobState, JobStatus, job_status
 from elasticd.rendezvous.view import Ledger, View
 
@@ -119,12 +119,13 @@ class ClusterView:
 
 @dataclass(frozen=True, slots=True)
 class _Sorted:
-    """The keys of a cluster by what they are about."""
+    """The keys of a cluster by what they are about. `config`: with the scope that the record must have."""
 
     nodes: dict[str, KeyValue] = field(default_factory=dict)
     policies: dict[str, KeyValue] = field(default_factory=dict)
     jobs: dict[str, list[KeyValue]] = field(default_factory=dict)
     audit: list[KeyValue] = field(default_factory=list)
+    config: list[tuple[KeyValue, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -144,6 +145,8 @@ def cluster_view(listing: Listing, keys: ClusterKeys, allowed: Collection[str] =
     views |= {name: View(revision=listing.revision) for name in known - set(views)}
     for item in found.audit:
         _believe(AuditRecord, item, keys.scope, found.problems)
+    for item, scope in found.config:
+        _believe(ConfigRecord, item, scope, found.problems)
     return ClusterView(
         revision=listing.revision,
         nodes=nodes,
@@ -160,6 +163,10 @@ def _sort(listing: Listing, keys: ClusterKeys) -> _Sorted:
         try:
             if kind == "audit":
                 found.audit.append(item)
+            elif item.key == keys.config_of_cluster:
+                found.config.append((item, keys.scope))
+            elif item.key.startswith(keys.config_of_jobs):
+                found.config.append((item, keys.job(item.key.removeprefix(keys.config_of_jobs)).scope))
             elif kind == "jobs":
                 found.jobs.setdefault(checked_name("job", name), []).append(item)
             elif kind == "nodes":

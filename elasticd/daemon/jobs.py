@@ -26,12 +26,14 @@ from typing import Annotated, Final, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from elasticd.agent.settings import said_as_usage
 from elasticd.daemon.parameters import ParameterSpec, as_argument
 from elasticd.daemon.trusted import TrustedDirectory, Untrusted
 from elasticd.daemon.values import Name, Seconds, Section, explain, one_line
 from elasticd.errors import UsageError
 from elasticd.rendezvous.keys import checked_name
 from elasticd.rendezvous.records import Parameter
+from trainer.settings import Layer, check
 
 _PIECE: Final = re.compile(r"\{\{|\}\}|\{([A-Za-z0-9][A-Za-z0-9_.-]{0,127})\}|[{}]|[^{}]+")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
@@ -55,6 +57,7 @@ class JobSpec(Section):
         nodes: nodes wanted when it is started; None: max_nodes.
         priority: of jobs that want the same slots, the one with the greater goes first.
         health_check: a command that must return 0 before this node joins; it is run as `user`, and takes no parameters.
+        trainer: settings of training, by the names of `trainer.settings`, above those that etcd holds.
     """
 
     name: Name
@@ -76,6 +79,7 @@ class JobSpec(Section):
     settle: Annotated[float, Field(ge=0, le=86_400)] | None = None
     stop_grace: Annotated[float, Field(ge=0, le=86_400)] | None = None
     frozen_max: Seconds | None = None
+    trainer: dict[Annotated[str, Field(max_length=128)], bool | int | float | str] = Field(default_factory=dict, max_length=64)
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:
@@ -90,6 +94,11 @@ class JobSpec(Section):
         _check_command("health_check", self.health_check)
         _check_environment(self.env)
         self._check_templates()
+        try:
+            with said_as_usage():
+                check(Layer.FILE, self.trainer)
+        except UsageError as error:
+            raise ValueError(f"trainer: {error}") from None
         return self
 
     def _check_templates(self) -> None:
@@ -268,13 +277,15 @@ def command(spec: JobSpec, parameters: Mapping[str, Parameter]) -> tuple[str, ..
 
 
 def digest(spec: JobSpec, parameters: Mapping[str, Parameter]) -> str:
-    """16 hexadecimal digits that change when an agent would be started otherwise: command, parameters, user, environment, slots or times.
+    """16 hexadecimal digits that change when an agent would be started otherwise: command, parameters, user, environment, slots, times or settings.
 
     Sizes, priority and checks are not in it: they count when a job is started or placed, and say nothing of an agent that runs. Parameters that
     `command` would refuse have a digest as well.
     """
     values = {name: item.default for name, item in spec.parameters.items()} | dict(parameters)
-    meaning = spec.model_dump(mode="json", include={"argv", "cwd", "user", "env", "slots", "ttl", "settle", "stop_grace", "frozen_max"})
+    names = {"argv", "cwd", "user", "env", "slots", "ttl", "settle", "stop_grace", "frozen_max"}
+    # A table that is not there says nothing: agents that an older daemon started are not to leave for it.
+    meaning = spec.model_dump(mode="json", include=names | ({"trainer"} if spec.trainer else set()))
     return hashlib.sha256(json.dumps([meaning, values], sort_keys=True).encode()).hexdigest()[:16]
 
 

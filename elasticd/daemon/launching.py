@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from elasticd.agent.config import AgentConfig
+from elasticd.agent.settings import OwnLayers, resolve
 from elasticd.daemon.config import Supervision
 from elasticd.daemon.jobs import check_parameters, command, digest
 from elasticd.daemon.slots import Slot
@@ -36,6 +37,7 @@ def agent_config(  # what goes into it comes from five places
     node: str,
     address: str,
     result_file: Path,
+    own: OwnLayers | None = None,
 ) -> AgentConfig:
     """The configuration of one agent.
 
@@ -44,14 +46,16 @@ def agent_config(  # what goes into it comes from five places
         node: this node's name.
         address: where peers reach this node.
         result_file: where it leaves its last word.
+        own: settings of training that this daemon adds to those of the job file.
 
     Raises:
         UsageError: the parameters do not fit the job file, or the values do not fit each other; the message names them.
     """
     parameters = check_parameters(spec, target.parameters)
     stop_grace = _either(spec.stop_grace, config.agent.stop_grace)
+    own = own or OwnLayers()
     try:
-        return AgentConfig(
+        told = AgentConfig(
             cluster=config.cluster,
             job=spec.name,
             node=node,
@@ -79,22 +83,34 @@ def agent_config(  # what goes into it comes from five places
             env=spec.env,
             devices=tuple(slot.gpu_uuid for slot in slots if slot.gpu_uuid),
             cpus=tuple(slot.cpus for slot in slots) if all(slot.cpus for slot in slots) else (),
+            trainer_file=dict(spec.trainer),
+            trainer_command=dict(own.command),
             result_file=result_file,
         )
+        resolve(told, None, None, own.environ)  # what etcd adds is the agent's to judge, in each generation
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"job {spec.name}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}") from None
+    except UsageError as error:
+        raise UsageError(f"job {spec.name}: {error.message}", remedy=error.remedy) from None
+    return told
 
 
-def check_fit(config: DaemonConfig, spec: JobSpec) -> None:
+def check_fit(config: DaemonConfig, spec: JobSpec, own: OwnLayers | None = None) -> None:
     """See whether an agent could be told this, for one slot and default sizes.
+
+    Args:
+        config: the daemon's.
+        spec: the job.
+        own: as in `agent_config`.
 
     Raises:
         UsageError: values do not fit each other; the message names them.
     """
     target = TargetRecord(scope=config.keys.scope, min_nodes=spec.min_nodes, max_nodes=spec.max_nodes, desired=spec.nodes or spec.max_nodes)
-    agent_config(config, spec, target, [Slot(id="slot-0")], node=config.node or "node", address=config.address or "host", result_file=Path("/result"))
+    node, address = config.node or "node", config.address or "host"
+    agent_config(config, spec, target, [Slot(id="slot-0")], node=node, address=address, result_file=Path("/result"), own=own)
 
 
 def digest_of(spec: JobSpec, target: TargetRecord | None) -> str:

@@ -125,6 +125,7 @@ class Loop:
                 etcd_since=self._etcd_since,
                 slots=len(self._inventory.slots),
                 allowed=files.jobs,
+                times=self._config.agent,
                 jobs=verdict.jobs,
                 problems=problems,
             )
@@ -231,6 +232,7 @@ class Loop:
             node=self._board.node,
             address=self._address,
             result_file=self._agents.result_file(spec.name),
+            own=self._board.own,
         )
         self._agents.start(spec.name, told, slots=slots, digest=digest_of(spec, target))
 
@@ -241,9 +243,7 @@ class Loop:
     def _cordon(self, reason: str) -> None:
         """Keep this node out, unless an operator says something at this moment: then his word counts."""
         keys, item = self._config.keys, self._outlook.policy_key
-        record = NodePolicyRecord(
-            scope=keys.scope, cordoned=True, reason=reason[:TEXT_MAX], by=f"elasticd on {self._board.node}", at=round(time.time(), 3)
-        )
+        record = NodePolicyRecord(scope=keys.scope, cordoned=True, reason=reason[:TEXT_MAX], by=f"elasticd on {self._board.node}", at=round(time.time(), 3))
         key = keys.policy(self._board.node)
         compare = Compare(key=key, target=Target.MOD, op="==", value=item.mod_revision if item else 0)
         done = self._kv.txn((compare,), (Put(key=key, value=record.to_bytes()),)).succeeded

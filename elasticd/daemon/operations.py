@@ -1,6 +1,6 @@
 """What operators may change: each change read, decided and written by compare-and-set.
 
-Owns: start, stop, scale, pause, resume, checkpoint, restart, cordon, drain and uncordon, as transactions. Must not: know HTTP, or touch anything but
+Owns: start, stop, scale, pause, resume, checkpoint, restart, configure, cordon, drain and uncordon, as transactions. Must not: know HTTP, or touch anything but
 etcd: daemons and agents see there what is wanted.
 
 A change reads, decides and writes only if what it read still holds, and begins again if it does not; so two operators never undo each other unseen.
@@ -10,16 +10,17 @@ Whoever must know what he changes gives the revision that he has seen.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from elasticd.daemon import wanted
 from elasticd.daemon.audit import Audit, Caller
+from elasticd.daemon.configuring import all_kept, changed, check_change
 from elasticd.errors import AccessDeniedError, ConflictError, KVPermissionError, KVUnavailableError, NotAllowedError, NotRunningError, RecordError, RefusedError
 from elasticd.kv.types import Compare, Delete, KeyValue, Put, Target
 from elasticd.rendezvous import transitions
-from elasticd.rendezvous.records import NodeJobState, NodePolicyRecord, NodeRecord, RequestKind, RequestRecord, TargetRecord, parse
+from elasticd.rendezvous.records import ConfigRecord, NodeJobState, NodePolicyRecord, NodeRecord, RequestKind, RequestRecord, TargetRecord, parse
 from elasticd.rendezvous.transitions import Txn, unchanged
 from elasticd.rendezvous.view import Ledger, View
 
@@ -256,6 +257,56 @@ class Operations:
         """
         return self._request(caller, job, RequestKind.RESTART, reason)
 
+    # --- settings of training ---------------------------------------------------------------------------------------------
+
+    def configure(
+        self,
+        caller: Caller,
+        job: str | None,
+        *,
+        give: Mapping[str, object] | None = None,
+        take: Sequence[str] = (),
+        if_revision: int | None = None,
+        dry_run: bool = False,
+        reason: str = "",
+    ) -> Change:
+        """Settings of training for one job, or with None for all; they count from a job's next generation on.
+
+        Args:
+            give: values to set, by name; text is taken for what a command line means by it.
+            take: names that are not to be set any more.
+            if_revision: only if the key's mod revision is still this one; 0: only if nobody has set anything.
+            dry_run: decide, and write nothing.
+
+        Raises:
+            ConflictError: `if_revision` is not the current one.
+            NotAllowedError: there is no such job, and no node that is up has a job file of that name.
+            RefusedError: a setting is not for etcd.
+            UsageError: one is unknown, a value is not allowed, or two would not fit each other.
+        """
+        key, scope = (self.keys.config_of_cluster, self.keys.scope) if job is None else (self.keys.config_of_job(job), self.keys.job(job).scope)
+
+        def decide() -> _Step:
+            if job is not None and self._job(job).view.target is None:
+                self._allowed(job)
+            kept = all_kept(self.kv.list(self.keys.config), self.keys)
+            old = kept.of(job)
+            if if_revision is not None and if_revision != old.revision:
+                who = f" by {old.record.by}" if old.record and old.record.by else ""
+                raise ConflictError(f"{key} was changed{who}: it is at revision {old.revision}, not {if_revision}", remedy="look, then ask again")
+            values = changed(old.values, job, give or {}, take)
+            check_change(kept, kept.with_values(job, scope, values), job, self.board)
+            record = ConfigRecord(scope=scope, values=values, reason=reason, by=str(caller), at=time.time())
+            # Whether it fits was decided on all of them. The second does not see deletions, which are nobody's business here; the first does.
+            compares = (
+                Compare(key=key, target=Target.MOD, op="==", value=old.revision),
+                Compare(key=self.keys.config, target=Target.MOD, op="<", value=kept.revision + 1, prefix=True),
+            )
+            txn = None if values == old.values and not old.problem else Txn(compares, (Put(key=key, value=record.to_bytes()),))
+            return _Step(txn=txn, before=old.values, after=values, revision=kept.revision)
+
+        return self._change(caller, "configure", decide, job=job, reason=reason, dry_run=dry_run)
+
     # --- nodes -----------------------------------------------------------------------------------------------------------
 
     def cordon(self, caller: Caller, node: str, *, reason: str) -> Change:
@@ -304,7 +355,7 @@ class Operations:
     ) -> Change:
         if not caller.may_change:
             raise AccessDeniedError(f"{caller} may read, not change", remedy="ask an operator")
-        subject = f"job/{job}" if job is not None else f"node/{node}"
+        subject = f"job/{job}" if job is not None else f"node/{node}" if node is not None else f"cluster/{self.keys.cluster}"
         for _ in range(_ATTEMPTS):
             step = decide()
             after = step.after if step.txn else step.before
@@ -452,8 +503,8 @@ def _difference(change: Change, reason: str) -> str:
     before, after = change.before or {}, change.after or {}
     pairs = [(name, before.get(name), after.get(name)) for name in {**before, **after} if name not in ("reason", "by")]
     # What is new and says nothing (not paused, no parameters) is left out.
-    changed = [f"{name} {_word(was)} -> {_word(now)}" for name, was, now in pairs if was != now and (now or was is not None)]
-    return ": ".join(part for part in (", ".join(changed), reason) if part)
+    told = [f"{name} {_word(was)} -> {_word(now)}" for name, was, now in pairs if was != now and (now or was is not None or change.before is not None)]
+    return ": ".join(part for part in (", ".join(told), reason) if part)
 
 
 def _word(value: Any) -> str:

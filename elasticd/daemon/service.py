@@ -23,6 +23,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from elasticd import __version__
+from elasticd.agent.settings import OwnLayers
 from elasticd.daemon.agents import Agents
 from elasticd.daemon.api.server import ApiServer
 from elasticd.daemon.backends import ChildBackend, ProcessBackend, UnitBackend, systemd_job_of
@@ -44,7 +45,7 @@ from elasticd.rendezvous.nodelock import FileLock
 from elasticd.rendezvous.records import NodeJobState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from elasticd.daemon.agents import Backend
@@ -64,11 +65,13 @@ class Service:
     Args:
         path: the configuration file.
         only: end when the agent of this job has ended, or cannot be started; for runs that are to leave nothing behind.
+        trainer: settings of training, as text, that every agent gets from this command line.
     """
 
-    def __init__(self, path: Path, *, only: str | None = None) -> None:
+    def __init__(self, path: Path, *, only: str | None = None, trainer: Mapping[str, str] | None = None) -> None:
         self._path = path
         self._only = only
+        self._trainer = dict(trainer or {})
         self._signals: list[signal.Signals] = []
         self._board: Board | None = None
 
@@ -107,7 +110,9 @@ class Service:
                 remedy="one daemon serves a node; stop it first, or give this one another run_dir",
             )
         )
-        board = Board(node=machine.node, incarnation=incarnation(), stalled_after=config.timing.loop_wait + _STALLED_SLACK)
+        # A unit has an environment of its own; what else we start has ours.
+        own = OwnLayers(environ={} if machine.supervision is Supervision.SYSTEMD else dict(os.environ), command=self._trainer)
+        board = Board(node=machine.node, incarnation=incarnation(), stalled_after=config.timing.loop_wait + _STALLED_SLACK, own=own)
         self._board = board
         stack.callback(board.close)
         backend = _backend(machine.supervision)
@@ -206,9 +211,7 @@ class Service:
             return systemd_job_of(UNIT) == "stop"
         return True
 
-    def _reload(
-        self, config: DaemonConfig, loop: Loop, agents: Agents, notifier: Notifier, kvs: tuple[EtcdKV, ...], api: ApiServer
-    ) -> DaemonConfig:
+    def _reload(self, config: DaemonConfig, loop: Loop, agents: Agents, notifier: Notifier, kvs: tuple[EtcdKV, ...], api: ApiServer) -> DaemonConfig:
         """Read everything again. What is bad is named, and what was in use stays in use."""
         notifier.reloading()
         try:

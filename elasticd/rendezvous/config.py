@@ -29,6 +29,7 @@ class MemberConfig:
         max_restarts: failures of workers the whole job may have.
         probe_port: fixed port for echoes, 0 for a free one.
         state_dir: where the node lock lives.
+        state_port: where this node's states are served, 0 if nowhere.
         reopen: start a job again that has ended.
     """
 
@@ -45,6 +46,7 @@ class MemberConfig:
     probe_port: int = 0
     state_dir: Path = field(default_factory=default_state_dir)
     reopen: bool = False
+    state_port: int = 0
 
     def target(self) -> TargetRecord:
         """The size to write when there is none."""

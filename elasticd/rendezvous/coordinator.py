@@ -126,7 +126,10 @@ class Coordinator:
                 self.why = decision.why
         if self.why != self._said:
             self._said = self.why
-            log.info("decision", text=self.why)
+            if isinstance(decision, Wait) and decision.alert:
+                log.error("needs_attention", text=self.why)  # it goes on only if people do something
+            else:
+                log.info("decision", text=self.why)
 
     def _repair(self, view: View) -> bool:
         """Put right what somebody wrote over or removed: the last good value is this member's to restore. Whether anything was wrong.

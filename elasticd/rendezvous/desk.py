@@ -10,18 +10,21 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from elasticd.errors import ElasticdError, RefusedError, WaitTimeoutError
 from elasticd.rendezvous.membership import Directive, Leave, Local, Stay, Stop
-from elasticd.rendezvous.records import CauseKind
+from elasticd.rendezvous.records import INVENTORY_MAX, LOST_MAX, CauseKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from elasticd.rendezvous.records import GenerationRecord, MemberId, Outcome
+    from elasticd.rendezvous.records import GenerationRecord, MemberId, Outcome, SnapshotRef
     from elasticd.rendezvous.view import View
+
+OWED_EVERY: Final = 0.2
+"""Seconds between two questions whether states are still owed."""
 
 
 def boottime() -> float:
@@ -49,12 +52,16 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnState:
-    """What the main thread reported, as the own key is to say it."""
+    """What the main thread reported, as the own key is to say it. What the node holds and what it is outlive an incarnation."""
 
     stopped: int = 0
     outcome: Outcome | None = None
     unreachable: tuple[str, ...] = ()
     leaving: bool = False
+    inventory: tuple[SnapshotRef, ...] = ()
+    lost: tuple[str, ...] = ()
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    state_port: int | None = None
 
 
 class Desk:
@@ -142,18 +149,44 @@ class Desk:
         with self._changed:
             self._stopping, self._unobeyed_since = True, None
 
-    def report_stopped(self, generation: int, outcome: Outcome | None, unreachable: Sequence[str]) -> None:
+    def describe(self, inventory: Iterable[SnapshotRef], lost: Iterable[str], fingerprint: Mapping[str, str], state_port: int | None) -> None:
+        """What the node holds and what it is, before the own key is first written."""
+        with self._changed:
+            held, gone = _holdings(inventory, lost)
+            self._own = replace(self._own, inventory=held, lost=gone, fingerprint=dict(fingerprint), state_port=state_port)
+
+    def holdings(self, inventory: Iterable[SnapshotRef], lost: Iterable[str]) -> None:
+        """What the node holds now. While workers run, what is written next tells it: they change it with each step (PROTOCOL 3)."""
+        with self._changed:
+            held, gone = _holdings(inventory, lost)
+            if (held, gone) == (self._own.inventory, self._own.lost):
+                return
+            self._own = replace(self._own, inventory=held, lost=gone)
+            if self._running is not None:
+                return
+            self._dirty = True
+        self._wake_loop()
+
+    def report_stopped(
+        self,
+        generation: int,
+        outcome: Outcome | None,
+        unreachable: Sequence[str],
+        inventory: Iterable[SnapshotRef] | None = None,
+        lost: Iterable[str] = (),
+    ) -> None:
         """The workers of `generation` are stopped for good."""
         with self._changed:
             self._running = None
             self._stopping, self._unobeyed_since = False, None
-            self._own = OwnState(
+            held, gone = _holdings(self._own.inventory if inventory is None else inventory, lost)
+            self._change_own(
                 stopped=max(self._own.stopped, generation),
                 outcome=outcome or self._own.outcome,
                 unreachable=tuple(unreachable),
-                leaving=self._own.leaving,
+                inventory=held,
+                lost=self._own.lost if inventory is None and not gone else gone,
             )
-            self._dirty = True
         self._wake_loop()
 
     def ask_to_leave(self) -> None:
@@ -162,10 +195,31 @@ class Desk:
             self._change_own(leaving=True)
         self._wake_loop()
 
-    def wait_left(self, timeout: float) -> bool:
+    def wait_left(self, timeout: float, owed: Callable[[GenerationRecord], bool] | None = None) -> bool:
         """See `Member.wait_left`."""
-        with self._changed:
-            return self._changed.wait_for(self._may_go, timeout)
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(self._may_go, max(0.0, deadline - time.monotonic())):
+                    return False
+                generation = self._fetching_from_me()
+            # Not under the lock: the answer is the agent's, which has locks of its own.
+            if generation is None or owed is None or not owed(generation):
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            with self._changed:
+                self._changed.wait(min(OWED_EVERY, left))
+
+    def _fetching_from_me(self) -> GenerationRecord | None:
+        """The generation without this leaver, if some of its members begin with a state that they have yet to fetch, and it is a holder."""
+        generation = self._view.active if self._view else None
+        if generation is None or generation.resume is None or self._me is None or self._over or self._fatal:
+            return None
+        holders = generation.resume.holders
+        lacking = any(identity.node not in holders for identity in generation.ids)
+        return generation if lacking and self._me.node in holders and self._me not in generation.ids else None
 
     def _may_go(self) -> bool:
         """Whether nobody needs this leaver any more (PROTOCOL 18)."""
@@ -280,9 +334,9 @@ class Desk:
             self._change_own(stopped=max(self._own.stopped, number))
 
     def begin_anew(self, number: int) -> None:
-        """A new incarnation, which has started nothing up to `number` and has no outcome to tell."""
+        """A new incarnation, which has started nothing up to `number` and has no outcome to tell. What its node holds is still there."""
         with self._changed:
-            self._own = OwnState(stopped=max(self._own.stopped, number), leaving=self._own.leaving)
+            self._own = replace(self._own, stopped=max(self._own.stopped, number), outcome=None, unreachable=())
             self._dirty = False
 
     def _change_own(self, **changes: Any) -> None:
@@ -300,3 +354,9 @@ class Desk:
         with self._changed:
             self._fatal = error
             self._changed.notify_all()
+
+
+def _holdings(inventory: Iterable[SnapshotRef], lost: Iterable[str]) -> tuple[tuple[SnapshotRef, ...], tuple[str, ...]]:
+    """As a record takes them: the newest first, each once, and no more than fit."""
+    held = sorted(set(inventory), key=lambda ref: (ref.order, ref.digest), reverse=True)
+    return tuple(held[:INVENTORY_MAX]), tuple(dict.fromkeys(lost))[:LOST_MAX]

@@ -8,6 +8,8 @@ Owns: the layout below one prefix. Must not: read or write anything.
         nodes/<node>            a daemon, under its lease
         nodes-policy/<node>     operators' word about a node: cordoned, drained
         audit/<slot>            ring of what operators changed
+        config/cluster          settings of training for all jobs, operators' word
+        config/job/<job>        their word for one job
         jobs/<job>/
             target              wanted size and limits
             proposal            the coordinator's next world, pending
@@ -163,6 +165,25 @@ class ClusterKeys:
     def audit(self) -> str:
         """Prefix of the ring of operators' changes."""
         return self.prefix + "audit/"
+
+    @property
+    def config(self) -> str:
+        """Prefix of the settings of training that operators have set."""
+        return self.prefix + "config/"
+
+    @property
+    def config_of_cluster(self) -> str:
+        """Those for all jobs."""
+        return self.config + "cluster"
+
+    @property
+    def config_of_jobs(self) -> str:
+        """Prefix of those for one job each: a job may be called "cluster"."""
+        return self.config + "job/"
+
+    def config_of_job(self, job: str) -> str:
+        """Those for one job."""
+        return self.config_of_jobs + checked_name("job", job)
 
     def node(self, name: str) -> str:
         """One daemon's key."""

@@ -18,24 +18,26 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from elasticd.errors import ElasticdError, KVClosedError, KVError, KVPermissionError, LeaseLostError, RefusedError
+from elasticd.errors import ElasticdError, KVClosedError, KVError, KVPermissionError, LeaseLostError, RefusedError, UsageError
 from elasticd.kv import EtcdKV
 from elasticd.rendezvous import transitions
+from elasticd.rendezvous.commits import Commits
 from elasticd.rendezvous.coordinator import Coordinator
 from elasticd.rendezvous.desk import Assignment, Desk, boottime
+from elasticd.rendezvous.keys import checked_name
 from elasticd.rendezvous.membership import Directive, Leave, Report, Start, Stop, react
 from elasticd.rendezvous.nodelock import NodeLock, boot_id
 from elasticd.rendezvous.ownkey import OwnKey
 from elasticd.rendezvous.peers import PeerMonitor, bind, neighbours
-from elasticd.rendezvous.records import Mode
+from elasticd.rendezvous.records import PARTS_MAX, Mode
 from elasticd.rendezvous.sight import Sight
 from elasticd.rendezvous.view import View
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from elasticd.rendezvous.config import MemberConfig
-    from elasticd.rendezvous.records import GenerationRecord, MemberId, Outcome
+    from elasticd.rendezvous.records import CheckpointRecord, GenerationRecord, MemberId, MemberRecord, Outcome, SnapshotRef
 
 log = structlog.get_logger("elasticd.rendezvous")
 
@@ -61,6 +63,7 @@ class Member:
         self._wake = threading.Event()
         self._desk = Desk(config.keys.job, self._wake.set)
         self._view = View(revision=0)
+        self._commits = Commits(self._keys)
         self._kv: EtcdKV | None = None
         self._lock: NodeLock | None = None
         self._peers: PeerMonitor | None = None
@@ -92,6 +95,7 @@ class Member:
             self._kv = kv = self._lent or EtcdKV(config.kv)
             self._sight = Sight(kv, self._keys, config.node, self._wake.set)
             kv.check(self._keys.prefix)
+            self._commits.open(kv)
             self._lock = NodeLock(config.state_dir, self._keys.cluster, self._keys.job, config.node)
             self._peers = PeerMonitor(bind(config.address, config.probe_port), self._peer_died)
             self._peers.start()
@@ -109,14 +113,29 @@ class Member:
             self.close()
             raise
 
-    def start(self) -> None:
+    def start(
+        self,
+        inventory: Iterable[SnapshotRef] = (),
+        lost: Iterable[str] = (),
+        fingerprint: Mapping[str, str] | None = None,
+        *,
+        state_port: int | None = None,
+    ) -> None:
         """Register, and begin. To be called after `connect`, when workers could be started at once.
+
+        Args:
+            inventory: every state that this node holds; the newest 64 are told.
+            lost: digests of committed checkpoints that it was to hold and cannot read; the first 16 are told.
+            fingerprint: what must be alike on all nodes: a digest for each part, eight at most.
+            state_port: where its states are served, if `MemberConfig.state_port` does not say.
 
         Raises:
             KVError: as `connect`.
             RefusedError: the job has ended, or another machine or boot serves this node.
+            UsageError: a part of the fingerprint has no usable name, or there are too many.
         """
         try:
+            self._desk.describe(inventory, lost, _checked_fingerprint(fingerprint or {}), state_port or self._config.state_port or None)
             self._open_job()
             self._mine.take_first()
             self._begin_blind()
@@ -178,23 +197,66 @@ class Member:
         """The workers are being stopped, by order or for their own failure; ends with `report_stopped`."""
         self._desk.stopping()
 
-    def report_stopped(self, generation: int, outcome: Outcome | None = None, unreachable: Sequence[str] = ()) -> None:
+    def report_stopped(
+        self,
+        generation: int,
+        outcome: Outcome | None = None,
+        unreachable: Sequence[str] = (),
+        inventory: Iterable[SnapshotRef] | None = None,
+        lost: Iterable[str] = (),
+    ) -> None:
         """The workers of `generation` are stopped for good.
 
         Args:
             outcome: how they ended, if by themselves.
             unreachable: incarnations of members that could not be reached.
+            inventory: every state that this node holds now; None: as said last.
+            lost: as `start`; with no inventory given, none means as said last.
         """
-        self._desk.report_stopped(generation, outcome, unreachable)
+        self._desk.report_stopped(generation, outcome, unreachable, inventory, lost)
         self._answer()
+
+    def holdings(self, inventory: Iterable[SnapshotRef], lost: Iterable[str] = ()) -> None:
+        """What this node holds has changed. A standby's key is written if it says something else; while workers run, the next report tells it."""
+        self._desk.holdings(inventory, lost)
+
+    def lookup(self, node: str) -> MemberRecord | None:
+        """What a member's key says now: where its states are served, say. None if it is not there, or holds garbage.
+
+        Raises:
+            KVError: etcd cannot be reached.
+        """
+        _, keyed = self._seen.fetch(node)
+        return keyed.record if keyed else None
+
+    @property
+    def checkpoint(self) -> CheckpointRecord | None:
+        """The newest committed checkpoint as last seen or read; known from `connect` on."""
+        return self._commits.newest
+
+    def commit(self, record: CheckpointRecord) -> bool:
+        """Make a checkpoint the newest of the job, if its generation is the active one and nothing newer is committed (PROTOCOL 23).
+
+        Returns:
+            Whether it is committed; True too if it was already.
+
+        Raises:
+            KVError: etcd cannot be reached; it may be committed, or be so soon. Asking again tells.
+        """
+        return self._commits.commit(record)
 
     def ask_to_leave(self) -> None:
         """Ask to be left out. The workers go on until `directive` says Stop; then `wait_left` (PROTOCOL 18)."""
         self._desk.ask_to_leave()
 
-    def wait_left(self, timeout: float) -> bool:
-        """Wait until nobody needs this leaver any more; False after `timeout` seconds. Its workers must have been reported stopped."""
-        return self._desk.wait_left(timeout)
+    def wait_left(self, timeout: float, owed: Callable[[GenerationRecord], bool] | None = None) -> bool:
+        """Wait until nobody needs this leaver any more; False after `timeout` seconds. Its workers must have been reported stopped.
+
+        Args:
+            owed: asked a few times a second while a generation begins with a state that this leaver holds and some member of it did not: whether
+                one still has to fetch it here. The caller knows what it has served.
+        """
+        return self._desk.wait_left(timeout, owed)
 
     def close(self) -> None:
         """Take the own key away if that is still possible, and end every thread and connection. May be called again."""
@@ -357,6 +419,7 @@ class Member:
         for key in view.problems.keys() - self._view.problems.keys():
             log.error("garbage_in_etcd", key=key, problem=view.problems[key])
         self._view = view
+        self._commits.note(view)
         self._desk.note(view, self._mine.me)
 
     def _obey(self) -> None:
@@ -494,3 +557,14 @@ class Member:
         self._desk.fail(error)
         self._direct(Leave(mode=Mode.KILL, why=error.message))
         self._closing = True
+
+
+def _checked_fingerprint(parts: Mapping[str, str]) -> Mapping[str, str]:
+    """The same, if it fits into a record."""
+    if len(parts) > PARTS_MAX:
+        raise UsageError(f"a fingerprint of {len(parts)} parts, and at most {PARTS_MAX} are compared")
+    for part, digest in parts.items():
+        checked_name("part of the fingerprint", part)
+        if len(digest) > 128:
+            raise UsageError(f"the fingerprint of {part!r} is longer than 128 characters", remedy="give a digest")
+    return parts

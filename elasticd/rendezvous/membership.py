@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elasticd.rendezvous.fingerprint import alike
 from elasticd.rendezvous.records import (
     Cause,
     CauseKind,
+    CheckpointRecord,
     GenerationMember,
     GenerationRecord,
     GenerationState,
@@ -28,7 +30,7 @@ from elasticd.rendezvous.records import (
     StoreAddress,
     TargetRecord,
 )
-from elasticd.rendezvous.resume import choose_resume
+from elasticd.rendezvous.resume import Choice, choose_resume
 from elasticd.rendezvous.view import Keyed, View
 
 
@@ -80,10 +82,11 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Nothing to do now. `until` is when to look again even if nothing changes; `why` is for people."""
+    """Nothing to do now. `until` is when to look again even if nothing changes; `why` is for people, who have to act if `alert`."""
 
     why: str
     until: float | None = None
+    alert: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +104,14 @@ class Propose:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activate:
-    """Make the pending proposal the generation."""
+    """Make the pending proposal the generation. `fell_back` is the committed checkpoint, if it is lost and `resume` is older."""
 
     proposal: ProposalRecord
     members: tuple[GenerationMember, ...]
     store: StoreAddress
     restarts: int
     resume: ResumePoint | None = None
+    fell_back: CheckpointRecord | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,11 +151,7 @@ def not_ready_marks(view: View) -> dict[str, int]:
         marks.update(view.pending.record.not_ready)
     if not marks:
         return marks
-    return {
-        keyed.record.id.incarnation: keyed.mod_revision
-        for keyed in view.members.values()
-        if marks.get(keyed.record.id.incarnation) == keyed.mod_revision
-    }
+    return {keyed.record.id.incarnation: keyed.mod_revision for keyed in view.members.values() if marks.get(keyed.record.id.incarnation) == keyed.mod_revision}
 
 
 def candidates(view: View, marks: Mapping[str, int]) -> list[Keyed[MemberRecord]]:
@@ -188,12 +188,25 @@ def without_unreachable(members: Sequence[Keyed[MemberRecord]]) -> list[Keyed[Me
 def choose(view: View, target: TargetRecord, marks: Mapping[str, int]) -> tuple[MemberId, ...]:
     """The members of the next generation, in rank order.
 
-    If too few reach each other, all are tried: a report of who cannot be reached is as old as the generation that failed, and nobody writes
-    another while nothing forms, so that a network that has recovered would be waited for, for ever.
+    Only those that are like the first survivor, or like the oldest member where none is left (PROTOCOL 28). If too few reach each other, all are
+    tried: a report of who cannot be reached is as old as the generation that failed, and nobody writes another while nothing forms, so that a
+    network that has recovered would be waited for, for ever.
     """
-    able = candidates(view, marks)
+    able, _ = alike(candidates(view, marks))
     connected = without_unreachable(able)
     return tuple(keyed.record.id for keyed in (connected if len(connected) >= target.min_nodes else able)[: target.limit])
+
+
+def unlike(view: View, marks: Mapping[str, int]) -> str:
+    """Who is left out because its code, data or settings are not those of the others, and how it differs; "" if nobody is."""
+    _, differences = alike(candidates(view, marks))
+    return _some([str(one) for one in differences], joined="; ")
+
+
+def too_few(view: View, count: int, target: TargetRecord, marks: Mapping[str, int]) -> str:
+    """Why nothing forms with `count` nodes."""
+    different = unlike(view, marks)
+    return f"{count} of at least {target.min_nodes} nodes are here" + (f"; {different}" if different else "")
 
 
 # --- what became of the generation's members ---------------------------------------------------------------------------
@@ -246,10 +259,10 @@ def _nodes(identities: Iterable[MemberId]) -> tuple[str, ...]:
     return tuple(identity.node for identity in identities)
 
 
-def _some(nodes: Sequence[str], shown: int = 3) -> str:
-    """A few names and how many more: of a thousand members, each report would log all the others' names again."""
-    more = len(nodes) - shown
-    return ", ".join(nodes[:shown]) + (f" and {more} more" if more > 0 else "")
+def _some(names: Sequence[str], shown: int = 3, joined: str = ", ") -> str:
+    """A few and how many more: of a thousand members, each report would log all the others' names again."""
+    more = len(names) - shown
+    return joined.join(names[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def _ids(members: Iterable[Keyed[MemberRecord]]) -> tuple[MemberId, ...]:
@@ -314,12 +327,16 @@ def _settled(count: int, target: TargetRecord, now: float, memory: Memory, timin
 
 def _plan_first(view: View, target: TargetRecord, now: float, memory: Memory, timing: Timing) -> Decision:
     marks = not_ready_marks(view)
-    count = len(choose(view, target, marks))
+    chosen = choose(view, target, marks)
+    count = len(chosen)
     if count < target.min_nodes:
-        return Wait(why=f"{count} of at least {target.min_nodes} nodes are here")
+        return Wait(why=too_few(view, count, target, marks))
     due = _settled(count, target, now, memory, timing)
     if due is not None:
         return Wait(why=f"{count} of {target.limit} nodes are here, waiting a moment for more", until=due)
+    awaiting = _resume(view, chosen, Mode.KILL).awaiting
+    if awaiting:
+        return Wait(why=awaiting, alert=True)  # who is waited for can then be proposed with the others
     return _propose(view, target, Mode.AGREED_STOP, Cause(kind=CauseKind.FORM), marks)
 
 
@@ -344,9 +361,7 @@ def _plan_running(view: View, target: TargetRecord, what: Fate, now: float, memo
     return _plan_size(view, target, marks, now, memory, timing)
 
 
-def _plan_failed(
-    view: View, target: TargetRecord, what: Fate, marks: Mapping[str, int], now: float, memory: Memory, timing: Timing
-) -> Decision:
+def _plan_failed(view: View, target: TargetRecord, what: Fate, marks: Mapping[str, int], now: float, memory: Memory, timing: Timing) -> Decision:
     """A worker failed. Before that ends the job, a dead node of which it may be the echo has one TTL to turn out as a loss.
 
     Usually the echo of a failure soon reaches the other nodes' workers too, and when nobody is left running nothing is waited for.
@@ -372,7 +387,8 @@ def _plan_size(view: View, target: TargetRecord, marks: Mapping[str, int], now: 
         return _propose(view, target, Mode.AGREED_STOP, Cause(kind=CauseKind.SCALE, nodes=surplus), marks)
     newcomers = [identity for identity in wanted if identity not in old]
     if not newcomers or len(wanted) <= len(old):
-        return Wait(why="training")
+        different = unlike(view, marks)
+        return Wait(why=f"training; {different}" if different else "training")
     due = _settled(len(wanted), target, now, memory, timing)
     if due is not None:
         return Wait(why=f"{', '.join(_nodes(newcomers))} may join, waiting a moment for more", until=due)
@@ -388,9 +404,7 @@ def _plan_stop(view: View, target: TargetRecord, now: float, memory: Memory, tim
     if not what.running or view.active is None:
         return End(state=GenerationState.STOPPED, reason=reason, drained=not what.running and not what.lost)
     if not view.pending:
-        return Propose(
-            number=_fresh(view), mode=Mode.AGREED_STOP, members=(), cause=Cause(kind=CauseKind.STOP, detail=reason), not_ready={}
-        )
+        return Propose(number=_fresh(view), mode=Mode.AGREED_STOP, members=(), cause=Cause(kind=CauseKind.STOP, detail=reason), not_ready={})
     due = memory.proposal_seen_at + timing.drain_timeout
     if now >= due:
         return End(state=GenerationState.STOPPED, reason=reason)
@@ -418,13 +432,16 @@ def _plan_pending(view: View, proposal: ProposalRecord, target: TargetRecord, no
             return _replace(view, proposal, target, mode, marks)
         if view.active and not view.active.drained and not what.lost and not what.running:
             return Drain(number=view.active.number)
-        return Wait(why=f"{len(wanted)} of at least {target.min_nodes} nodes are here")
+        return Wait(why=too_few(view, len(wanted), target, marks))
     if _apart(view, proposal) and choose(view, target, marks) != proposal.members:
         return _replace(view, proposal, target, mode, marks)
     hold = orphan_hold(view, proposal.members, now, memory, timing)
     if hold is not None:
         return Wait(why="no member of the last generation is left: waiting until its workers must have stopped", until=hold)
-    return _activate(view, proposal)
+    choice = _resume(view, proposal.members, proposal.mode)
+    if choice.awaiting:
+        return Wait(why=choice.awaiting, alert=True)
+    return _activate(view, proposal, choice)
 
 
 def _apart(view: View, proposal: ProposalRecord) -> bool:
@@ -433,9 +450,7 @@ def _apart(view: View, proposal: ProposalRecord) -> bool:
     return any(keyed.record.unreachable for keyed in here) and len(without_unreachable(here)) < len(here)
 
 
-def _replace(
-    view: View, proposal: ProposalRecord, target: TargetRecord, mode: Mode, marks: Mapping[str, int], loss: Sequence[MemberId] = ()
-) -> Propose:
+def _replace(view: View, proposal: ProposalRecord, target: TargetRecord, mode: Mode, marks: Mapping[str, int], loss: Sequence[MemberId] = ()) -> Propose:
     """A pending proposal cannot go on as it is. A failure that turns out to be the echo of a loss is not charged."""
     cause = Cause(kind=CauseKind.LOSS, nodes=_nodes(loss)) if loss else proposal.cause
     refund = -1 if loss and proposal.counted else 0
@@ -486,9 +501,7 @@ def orphan_hold(view: View, chosen: Sequence[MemberId], now: float, memory: Memo
     if generation is None or set(chosen).intersection(generation.ids):
         return None
     old = set(generation.ids)
-    proven = {
-        keyed.record.id.node for keyed in view.members.values() if keyed.record.id not in old or keyed.record.stopped >= generation.number
-    }
+    proven = {keyed.record.id.node for keyed in view.members.values() if keyed.record.id not in old or keyed.record.stopped >= generation.number}
     unproven = [identity for identity in generation.ids if identity.node not in proven]
     if not unproven:
         return None
@@ -498,19 +511,29 @@ def orphan_hold(view: View, chosen: Sequence[MemberId], now: float, memory: Memo
     return due if now < due else None
 
 
-def _activate(view: View, proposal: ProposalRecord) -> Activate:
+def _resume(view: View, members: Sequence[MemberId], mode: Mode) -> Choice:
+    """What `members` are to begin with, as far as it is known now."""
+    previous = view.generation.record.ids if view.generation else ()
+    return choose_resume(
+        {identity: keyed.record.inventory for identity, keyed in view.present.items()},
+        set(members).intersection(previous),
+        view.checkpoint.record if view.checkpoint else None,
+        lost={identity: keyed.record.lost for identity, keyed in view.present.items() if keyed.record.lost},
+        members=members,
+        planned=mode is Mode.AGREED_STOP,
+    )
+
+
+def _activate(view: View, proposal: ProposalRecord, choice: Choice) -> Activate:
     records = [view.present[identity].record for identity in proposal.members]
     previous = view.generation.record if view.generation else None
-    survivors = set(proposal.members).intersection(previous.ids if previous else ())
-    inventories = {identity: keyed.record.inventory for identity, keyed in view.present.items()}
     return Activate(
         proposal=proposal,
-        members=tuple(
-            GenerationMember(id=record.id, address=record.address, slots=record.slots, probe_port=record.probe_port) for record in records
-        ),
+        members=tuple(GenerationMember(id=record.id, address=record.address, slots=record.slots, probe_port=record.probe_port) for record in records),
         store=StoreAddress(address=records[0].address, port=records[0].store_port),
         restarts=previous.restarts + 1 if previous else 0,
-        resume=choose_resume(inventories, survivors, view.checkpoint.record if view.checkpoint else None),
+        resume=choice.resume,
+        fell_back=choice.fell_back,
     )
 
 

@@ -219,4 +219,8 @@ class OwnKey:
             outcome=own.outcome,
             unreachable=own.unreachable,
             leaving=own.leaving,
+            inventory=own.inventory,
+            state_port=own.state_port,
+            fingerprint=dict(own.fingerprint),
+            lost=own.lost,
         )

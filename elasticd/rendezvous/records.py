@@ -27,6 +27,12 @@ Text = Annotated[str, Field(max_length=TEXT_MAX)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Number = Annotated[int, Field(ge=0, lt=2**53)]
 Digest = Annotated[str, Field(max_length=128)]
+INVENTORY_MAX: Final = 64
+"""Most states that a member's key names."""
+LOST_MAX: Final = 16
+"""Most digests that a member's key declares lost."""
+PARTS_MAX: Final = 8
+"""Most parts of a fingerprint."""
 
 
 class Record(BaseModel):
@@ -110,7 +116,10 @@ class MemberRecord(Record):
         probe_port: where it answers echoes.
         unreachable: incarnations it could not reach after a failed generation.
         leaving: it asks to be left out; it stays until others have formed without it.
-        inventory: every valid snapshot this node holds, as of when it stopped.
+        inventory: every valid state this node holds, in memory or on its disk, as of when it stopped, or as a standby last looked.
+        state_port: where its states are served, None if nowhere.
+        fingerprint: what must be alike on all nodes, by part (code, data, settings): a digest of each.
+        lost: digests of committed checkpoints that this node was to hold and cannot read any more.
     """
 
     id: MemberId
@@ -123,7 +132,10 @@ class MemberRecord(Record):
     outcome: Outcome | None = None
     unreachable: tuple[str, ...] = ()
     leaving: bool = False
-    inventory: Annotated[tuple[SnapshotRef, ...], Field(max_length=64)] = ()
+    inventory: Annotated[tuple[SnapshotRef, ...], Field(max_length=INVENTORY_MAX)] = ()
+    state_port: Port | None = None
+    fingerprint: Annotated[dict[Name, Digest], Field(max_length=PARTS_MAX)] = {}
+    lost: Annotated[tuple[Digest, ...], Field(max_length=LOST_MAX)] = ()
 
 
 class Mode(StrEnum):
@@ -294,12 +306,18 @@ class BudgetRecord(Record):
 
 
 class CheckpointRecord(Record):
-    """`checkpoint`: the newest committed checkpoint, and who holds it."""
+    """`checkpoint`: the newest committed checkpoint, and who holds it.
+
+    Attributes:
+        holders: nodes on whose disks it lies.
+        shared: it lies on storage that every node reads.
+    """
 
     generation: Number
     step: Number
     digest: Digest
     holders: tuple[Name, ...] = ()
+    shared: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -414,6 +432,21 @@ class AuditRecord(Record):
     action: Annotated[str, Field(max_length=64)]
     subject: Annotated[str, Field(max_length=256)]
     detail: Text = ""
+
+
+class ConfigRecord(Record):
+    """`config/cluster` and `config/job/<job>`: settings of training as operators have set them. Numbers and words, never a path or a command.
+
+    Attributes:
+        values: by the names of `trainer.settings`, which says what each may be; what is not there is as the next layer has it.
+        by: who wrote it last.
+        at: seconds since the epoch, for people.
+    """
+
+    values: Annotated[dict[Name, Parameter], Field(max_length=64)] = {}
+    reason: Text = ""
+    by: Text = ""
+    at: float = 0.0
 
 
 R = TypeVar("R", bound=Record)

@@ -3,8 +3,9 @@
 Owns: the ledger and the watch that feeds it. Must not: write to etcd, or decide.
 
 A member's place decides how much it looks at (PROTOCOL 8). The coordinator, the member with the lowest create revision, watches everything.
-The others watch six keys, whatever the size of the job: the generation, the proposal, the target, their own key, and those of the two members
-before them, whose end may make them the coordinator or its deputy. The deputy, second in the order, lists everything now and then as well.
+The others watch seven keys, whatever the size of the job: the generation, the proposal, the target, the committed checkpoint, which no clean-up
+may take away, their own key, and those of the two members before them, whose end may make them the coordinator or its deputy. The deputy, second
+in the order, lists everything now and then as well.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class Sight:
 
     def _narrow_keys(self, before: tuple[KeyValue, ...]) -> list[str]:
         keys = self._keys
-        return [keys.generation, keys.proposal, keys.target, self._own_key, *(one.key for one in before)]
+        return [keys.generation, keys.proposal, keys.target, keys.checkpoint, self._own_key, *(one.key for one in before)]
 
     def _on_batch(self, batch: WatchBatch) -> None:
         self._batches.append(batch)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from elasticd.rendezvous.membership import Memory, Timing, Wait, choose, fate, not_ready_marks, plan
+from elasticd.rendezvous.membership import Memory, Timing, Wait, choose, fate, not_ready_marks, plan, too_few
 from elasticd.rendezvous.records import GenerationState, Result
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class JobState(StrEnum):
     """Where a job stands."""
 
     FORMING = "forming"  # its first generation, or the first after it was started again, is on its way
-    WAITING = "waiting"  # too few nodes
+    WAITING = "waiting"  # too few nodes, or nobody who can give the committed checkpoint
     TRAINING = "training"
     RESTARTING = "restarting"  # from one generation to the next
     STOPPING = "stopping"  # an operator asked for it
@@ -163,16 +163,16 @@ def _state(view: View) -> tuple[JobState, str]:
         return JobState(record.state.value), record.reason
     if view.target and not view.target.record.run:
         return JobState.STOPPING, view.target.record.reason or "an operator asked for it"
-    why = _coordinators_why(view)
+    why, alert = _coordinators_why(view)
     here, least = _candidates(view), view.target.record.min_nodes if view.target else 1
+    if here < least and (view.pending or view.active is None):
+        return JobState.WAITING, _too_few(view, here)
+    if alert:
+        return JobState.WAITING, why
     if view.pending:
-        if here < least:
-            return JobState.WAITING, f"{here} of at least {least} nodes are here"
         cause = str(view.pending.record.cause)
         return (JobState.RESTARTING if view.active else JobState.FORMING), f"{cause}; {why}" if why else cause
     if view.active is None:
-        if here < least:
-            return JobState.WAITING, f"{here} of at least {least} nodes are here"
         return JobState.FORMING, why
     return _running(view, why, here=here, least=least)
 
@@ -181,16 +181,20 @@ def _running(view: View, why: str, *, here: int, least: int) -> tuple[JobState, 
     what = fate(view)
     troubled = ", ".join(identity.node for identity in what.lost) or ", ".join(keyed.record.id.node for keyed in (*what.failed, *what.idle))
     if not troubled:
-        return JobState.TRAINING, "" if why == "training" else why
+        return JobState.TRAINING, "" if why == "training" else why.removeprefix("training; ")
     if here < least:
-        return JobState.WAITING, f"{here} of at least {least} nodes are here"
+        return JobState.WAITING, _too_few(view, here)
     return JobState.RESTARTING, f"{troubled} {'lost' if what.lost else 'failed or stopped'}"
 
 
-def _coordinators_why(view: View) -> str:
-    """What a coordinator that saw only this view would wait for."""
+def _coordinators_why(view: View) -> tuple[str, bool]:
+    """What a coordinator that saw only this view would wait for, and whether people have to act."""
     decision = plan(view, 0.0, Memory(), Timing())
-    return decision.why if isinstance(decision, Wait) else ""
+    return (decision.why, decision.alert) if isinstance(decision, Wait) else ("", False)
+
+
+def _too_few(view: View, here: int) -> str:
+    return too_few(view, here, view.target.record, not_ready_marks(view)) if view.target else f"{here} nodes are here"
 
 
 def _candidates(view: View) -> int:

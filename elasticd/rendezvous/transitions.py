@@ -26,6 +26,7 @@ from elasticd.rendezvous.records import (
     RequestRecord,
     TargetRecord,
 )
+from elasticd.rendezvous.resume import told
 from elasticd.rendezvous.view import Keyed, View
 
 
@@ -166,9 +167,17 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
         what="formed",
         detail=_short(f"{_count(len(record.members), 'node')}, {_count(record.world_size, 'worker')}: {record.cause}"),
     )
+    events = [event] if decision.fell_back is None else [event, _fell_back(keys, record, decision.fell_back, at)]
     return Txn(
-        compares, (Put(key=keys.generation, value=record.to_bytes()), Put(key=keys.event(event.number, event.what), value=event.to_bytes()))
+        compares,
+        (Put(key=keys.generation, value=record.to_bytes()), *(Put(key=keys.event(one.number, one.what), value=one.to_bytes()) for one in events)),
     )
+
+
+def _fell_back(keys: JobKeys, record: GenerationRecord, committed: CheckpointRecord, at: float) -> EventRecord:
+    """Steps that were committed are done again: nobody is to wonder about that (PROTOCOL 24)."""
+    lost = f"the committed checkpoint ({told(committed)}) is lost" + (f" on {', '.join(committed.holders)}" if committed.holders else "")
+    return EventRecord(scope=keys.scope, number=record.number, at=at, what="fell_back", detail=_short(f"{lost}; begins with {told(record.resume)}"))
 
 
 def drain(keys: JobKeys, view: View) -> Txn:

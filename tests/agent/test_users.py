@@ -259,9 +259,7 @@ def pid_from(agent: subprocess.Popen[str]) -> int:
     return int(line)
 
 
-def test_an_agent_with_four_ambient_capabilities_hands_none_of_them_on(
-    agent: Callable[..., subprocess.Popen[str]], public: Path, somebody: Identity
-) -> None:
+def test_an_agent_with_four_ambient_capabilities_hands_none_of_them_on(agent: Callable[..., subprocess.Popen[str]], public: Path, somebody: Identity) -> None:
     """Its worker is the user, in a home that the agent may not enter; and the agent can end it."""
     one = agent(f"pwd; {FOREVER}", *CAPABILITIES)
     pid = pid_from(one)

@@ -62,7 +62,13 @@ def test_each_owner_gets_a_directory_with_all_it_needs_and_no_more(certs: Certif
 @pytest.mark.parametrize(
     ("arguments", "cert", "name", "usage", "authority"),
     [
-        (["node", "gpu-1"], "nodes/gpu-1/client.pem", "elasticd-node-gpu-1", "TLS Web Client Authentication", "ca"),
+        (
+            ["node", "gpu-1"],
+            "nodes/gpu-1/client.pem",
+            "elasticd-node-gpu-1",
+            "TLS Web Client Authentication, TLS Web Server Authentication",
+            "ca",
+        ),
         (["operator", "alice"], "operators/alice/client.pem", "elasticd-operator-alice", "TLS Web Client Authentication", "ca"),
         (["root"], "root/client.pem", "root", "TLS Web Client Authentication", "ca"),
         (["node", "gpu-1", "10.0.0.11"], "nodes/gpu-1/server.pem", "elasticd-node-gpu-1", "TLS Web Server Authentication", "ca"),

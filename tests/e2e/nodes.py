@@ -61,9 +61,7 @@ class Nodes:
         path.write_text(json.dumps({**self._config, "node": node, **config}))
         env = {**os.environ, "OUT": str(self.out), "OMP_NUM_THREADS": "1", **(environment or {})}
         with (self.folder / f"{node}.err").open("ab") as err:
-            self.processes[node] = subprocess.Popen(
-                [sys.executable, *program, str(path)], cwd=ROOT, env=env, stdout=err, stderr=err, start_new_session=True
-            )
+            self.processes[node] = subprocess.Popen([sys.executable, *program, str(path)], cwd=ROOT, env=env, stdout=err, stderr=err, start_new_session=True)
 
     def log(self, node: str) -> list[dict[str, Any]]:
         """What its agent logged."""

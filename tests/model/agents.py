@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.rendezvous import transitions
 from elasticd.rendezvous.membership import Activate, Decision, Drain, Leave, Local, Memory, Propose, Report, Start, Stay, Stop, Wait
-from elasticd.rendezvous.records import CauseKind, CheckpointRecord, GenerationRecord, MemberId, MemberRecord, Mode, Outcome, Result, SnapshotRef
+from elasticd.rendezvous.records import (
+    CauseKind,
+    CheckpointRecord,
+    GenerationRecord,
+    MemberId,
+    MemberRecord,
+    Mode,
+    Outcome,
+    Result,
+    ResumePoint,
+    SnapshotRef,
+)
 from elasticd.rendezvous.view import Keyed, Ledger, View
 from tests.model.store import AwayError, NoLeaseError
 from tests.model.world import KEYS, Node, World
@@ -39,6 +50,7 @@ class Workers:
     started_at: float
     stopping: Mode | None = None
     ends_at: float = float("inf")
+    orderly: bool = False
     asked_to_leave_at: float | None = None
 
 
@@ -92,13 +104,19 @@ class Agent:
         self.directive: Any = Stay(why="starting")
         self.assignment: tuple[GenerationRecord, float] | None = None
         self.workers: Workers | None = None
-        self.snapshots: tuple[SnapshotRef, ...] = ()
-        self.port = self._port()
+        self._no_states()
         world.agents[self.id] = self
         node.agent, node.exited = self, ""
         self.say("starts")
         self.later("loop", 0.02 + 0.1 * self.rng.random(), self._open_job)
         self.later("keepalive", self.timing.ttl / 3 * self.rng.random(), self._keepalive)
+
+    def _no_states(self) -> None:
+        self.snapshots: tuple[SnapshotRef, ...] = ()
+        self.unreadable: set[str] = set()
+        self.holders: dict[str, set[str]] = {}
+        self.code = self.node.code
+        self.port = self._port()
 
     def _identity(self) -> MemberId:
         self.lives += 1
@@ -298,7 +316,22 @@ class Agent:
     def _boot(self) -> str:
         return f"boot{self.node.boot}"
 
+    def keep(self, ref: SnapshotRef) -> None:
+        """In memory, which has room for three."""
+        self.snapshots = (*[known for known in self.snapshots if known.digest != ref.digest][-2:], ref)
+
+    def holdings(self) -> tuple[tuple[SnapshotRef, ...], tuple[str, ...]]:
+        """What it holds, as far as it knows, and which committed checkpoint it was to hold and does not."""
+        held = {ref.digest: ref for ref in (*self.node.disk.values(), *self.snapshots)}
+        known = self.view.checkpoint.record if self.view.checkpoint else None
+        lost = set(self.unreadable)
+        if known and self.node.name in known.holders:
+            lost.add(known.digest)
+        inventory = sorted(held.values(), key=lambda ref: (ref.order, ref.digest), reverse=True)
+        return tuple(inventory), tuple(sorted(lost.difference(held)))
+
     def record(self) -> MemberRecord:
+        inventory, lost = self.holdings() if self.rules.keeps_holdings or self.lives == 2 else ((), ())
         return MemberRecord(
             scope=KEYS.scope,
             id=self.id,
@@ -311,7 +344,9 @@ class Agent:
             outcome=self.outcome,
             unreachable=self.unreachable,
             leaving=self.leaving,
-            inventory=self.snapshots,
+            inventory=inventory,
+            lost=lost,
+            fingerprint={"code": str(self.code)},
         )
 
     # --- the loop
@@ -354,6 +389,8 @@ class Agent:
         if self.dead:
             return
         self._obey()
+        if self.running is None and (own.record.inventory, own.record.lost) != self.holdings() and self.rules.keeps_holdings:
+            self.dirty = True  # a standby's disk has changed
         self._write()
         self._turn()
         self._rest(max(0.0, min(self.next_turn - self.world.now, self.timing.ttl / 2)))
@@ -577,9 +614,86 @@ class Agent:
         self.world.check.starts(self.node.name, number)
         self.say(f"starts the workers of generation {number}")
         self.workers = Workers(number, self.world.now)
-        self.world.workers_start(self, number)
+        resume = generation.resume
+        here = resume is None or any(ref.digest == resume.digest for ref in self.snapshots)
+        self.later("main", 0.05 * self.rng.random() if here else self.rng.uniform(0.1, 1.5), self._restore, generation)
         if self.id == generation.ids[0]:
             self.later("persist", self.rng.uniform(1.0, 4.0), self._persist, number)
+
+    # --- states
+
+    def _restore(self, generation: GenerationRecord) -> None:
+        """The state that the record names, from wherever it is; no other will do (PROTOCOL 22)."""
+        workers, resume = self.workers, generation.resume
+        if workers is None or workers.number != generation.number or workers.stopping:
+            return
+        digest = resume.digest if resume else "init"
+        if self.node.blind_until > self.world.now or (resume and not self._obtain(resume)):
+            if self.rules.begins_as_told or not self.snapshots:
+                self.workers_fail(generation.number, f"the state {digest} cannot be had")
+                return
+            digest = self.snapshots[-1].digest
+        self.keep(SnapshotRef(generation=generation.number, step=resume.step if resume else 0, digest=digest))
+        self.world.runs[generation.number].restored[self.id] = digest
+        self.world.workers_start(self, generation.number)
+
+    def _obtain(self, resume: ResumePoint) -> bool:
+        if self._read(resume.digest):
+            return True
+        known = self.view.checkpoint.record if self.view.checkpoint else None
+        if known and known.shared and known.digest == resume.digest:
+            if resume.digest in self.world.storage:
+                return True
+            self.unreadable.add(resume.digest)
+        holders = [self.world.nodes[name].agent for name in resume.holders if name != self.node.name]
+        return any(agent and self.world.reach(self.node, agent.node) and agent.give(resume.digest) for agent in holders)
+
+    def _read(self, digest: str) -> bool:
+        """Memory, then disk; what is damaged there is found out when it is read."""
+        if any(ref.digest == digest for ref in self.snapshots):
+            return True
+        if digest in self.node.rotten and digest in self.node.disk:
+            del self.node.disk[digest]
+            self.say(f"finds {digest} damaged on its disk")
+            self._rest(0.01)
+        return digest in self.node.disk
+
+    def look_again(self) -> None:
+        """A standby looks at its disk now and then."""
+        self._rest(0.0)
+
+    def give(self, digest: str) -> bool:
+        """Serve it to another node, if it is here after all."""
+        return not self.dead and self._read(digest)
+
+    def _write_disk(self, ref: SnapshotRef, first: MemberId) -> None:
+        """Write it, take away what is old and not committed, and tell rank 0's agent."""
+        if self.node.blind_until > self.world.now:
+            return
+        if self.world.shared:
+            self.world.storage[ref.digest] = ref
+        else:
+            self.node.disk[ref.digest] = ref
+            self.node.rotten.discard(ref.digest)
+            self._tidy()
+        agent = self.world.agent_of(first)
+        if agent and self.world.reach(self.node, agent.node):
+            agent.hear_holds(ref, self.node.name)
+
+    def _tidy(self) -> None:
+        known = self.view.checkpoint.record if self.view.checkpoint else None
+        newest = sorted(self.node.disk.values(), key=lambda ref: ref.order)[-3:]
+        self.node.disk = {ref.digest: ref for ref in self.node.disk.values() if ref in newest or (known and ref.digest == known.digest)}
+
+    def hear_holds(self, ref: SnapshotRef, node: str) -> None:
+        """A node has written it; with enough of them it is committed (PROTOCOL 24)."""
+        run = self.world.runs[ref.generation]
+        holders = self.holders.setdefault(ref.digest, set())
+        holders.add(node)
+        wanted = 1 if self.world.shared or not self.rules.two_disks else min(2, len(run.record.members))
+        if len(holders) >= wanted:
+            del self.holders[ref.digest]
+            self.later("persist", self._think(), self._commit_look, ref, tuple(sorted(holders)))
 
     def _main_stop(self, number: int, mode: Mode) -> None:
         workers = self.workers
@@ -589,6 +703,7 @@ class Agent:
             return
         workers.stopping = mode
         luck = self.rng.random()
+        workers.orderly = mode is Mode.AGREED_STOP and luck < 0.9
         takes = (0.2 * luck if luck < 0.9 else KILL_GRACE) if mode is Mode.KILL else luck if luck < 0.9 else STOP_GRACE
         if self.world.now + takes < workers.ends_at:
             workers.ends_at = self.world.now + takes
@@ -598,15 +713,16 @@ class Agent:
         workers = self.workers
         if workers is None or workers.number != number or self.world.now < workers.ends_at - 1e-6:
             return
+        orderly = workers.stopping is Mode.AGREED_STOP and workers.orderly
         looks = workers.stopping is Mode.KILL and not self.over and self.rules.killed_early_looks
         staying = self.directive.staying if isinstance(self.directive, Stop) else None
-        self._report(None, self._broken_links(workers, staying) if looks else ())
+        self._report(None, self._broken_links(workers, staying) if looks else (), orderly=orderly)
 
-    def _report(self, outcome: Outcome | None, broken: tuple[str, ...] = ()) -> None:
+    def _report(self, outcome: Outcome | None, broken: tuple[str, ...] = (), *, orderly: bool = False) -> None:
         assert self.workers
         number, self.workers = self.workers.number, None
         finished = outcome is not None and outcome.result is Result.FINISHED
-        self.world.workers_end(self.id, number, returned=finished)
+        self.world.workers_end(self.id, number, returned=finished, orderly=orderly)
         self.say(f"has stopped generation {number}" + (f": {outcome.result.value}" if outcome else ""))
         self.running = None
         self.stopped = max(self.stopped, number)
@@ -657,19 +773,25 @@ class Agent:
         run = self.world.runs[number]
         if run.began and self.snapshots:
             ref = self.world.snapshot(run, run.reached if run.reached is not None else self.world.step_of(run))
-            self.later("persist", self.rng.choice((0.1, 0.5, 3.0)), self._commit_look, ref)
+            others = [identity for identity in run.record.ids if identity != self.id]
+            for identity in (self.id, *([] if self.world.shared else self.rng.sample(others, min(2, len(others))))):
+                agent = self.world.agent_of(identity)
+                if agent:
+                    agent.later("persist", self.rng.choice((0.1, 0.3, 1.0)), agent._write_disk, ref, self.id)
         if self.running == number:
             self.later("persist", self.rng.uniform(2.0, 5.0), self._persist, number)
 
-    def _commit_look(self, ref: SnapshotRef) -> None:
+    def _commit_look(self, ref: SnapshotRef, holders: tuple[str, ...]) -> None:
         if self.node.cut or not self.store.up:
             return
-        self.later("persist", self._think(), self._commit, ref, self._look())
+        self.later("persist", self._think(), self._commit, ref, holders, self._look())
 
-    def _commit(self, ref: SnapshotRef, view: View) -> None:
+    def _commit(self, ref: SnapshotRef, holders: tuple[str, ...], view: View) -> None:
         if self.node.cut or not self.store.up:
             return
-        record = CheckpointRecord(scope=KEYS.scope, generation=ref.generation, step=ref.step, digest=ref.digest)
+        shared = self.world.shared
+        named = () if shared else holders
+        record = CheckpointRecord(scope=KEYS.scope, generation=ref.generation, step=ref.step, digest=ref.digest, holders=named, shared=shared)
         try:
             txn = self.rules.commit(KEYS, view, record)
         except ValueError:
@@ -715,12 +837,22 @@ class Agent:
         if counted_on and self.rules.leaver_waits_for_proposal:
             return
         if view.active is None or self.id not in view.active.ids:
+            if view.active and self.rules.leaver_gives and self._owes(view.active):
+                self._rest(0.2)
+                return
             self.world.left.add(self.id)
             self.exit("left")
             return
         short = view.pending and view.target and len(view.pending.record.members) < view.target.record.min_nodes
         if view.pending and short and (view.active.drained or (view.pending.record.cause.kind is CauseKind.LOSS and not self.dirty)):
             self.exit("left")
+
+    def _owes(self, generation: GenerationRecord) -> bool:
+        """Whether a member has yet to get the state that this leaver can give (PROTOCOL 18)."""
+        resume, run = generation.resume, self.world.runs[generation.number]
+        if resume is None or self.node.name not in resume.holders:
+            return False
+        return any(identity.node not in resume.holders and identity not in run.restored for identity in generation.ids)
 
     def _conclude(self) -> None:
         if self.workers is None and self.over:

@@ -5,6 +5,7 @@ Owns: the verdicts. Must not: drive anything. A verdict has a kind, so that a te
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from elasticd.rendezvous.membership import candidates, not_ready_marks, without_unreachable
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 WAKE_GRACE = 2.0
 """Seconds that an agent may take, after its whole machine stood still, to stop workers that are no longer wanted."""
-PLANNED = {CauseKind.JOIN, CauseKind.LEAVE, CauseKind.SCALE}
+STALE = 6.5
+"""Seconds for which a decision may rest on an old look, where no machine stood still."""
 
 
 class ViolationError(Exception):
@@ -37,13 +39,15 @@ class Checker:
         self.generations: list[GenerationRecord] = []
         self.proposed_at: dict[int, float] = {}
         self.started: set[tuple[str, int]] = set()
-        self.complete_since: float | None = None
+        self.gone_at: dict[str, float] = {}
 
     # --- after each write
 
     def wrote(self, after: View) -> None:
         """Compare the job before and after one revision."""
         before, self.before = self.before, after
+        for node in before.members.keys() - after.members.keys():
+            self.gone_at[node] = self.world.now
         if after.proposal is not before.proposal and after.proposal:
             self._proposed(before, after, after.proposal.record)
         if after.checkpoint is not before.checkpoint and after.checkpoint:
@@ -119,12 +123,73 @@ class Checker:
         self._no_member_twice(record.ids)
         self.generations.append(record)
         self._members_as_they_are(before, record)
-        if record.resume and self.committed and record.resume.order < self.committed[-1]:
-            raise ViolationError("resume_behind_commit", f"generation {record.number} resumes {record.resume.order}, committed {self.committed[-1]}")
-        if record.resume is None and self.committed:
-            raise ViolationError("resume_behind_commit", f"generation {record.number} begins anew, committed {self.committed[-1]}")
+        self._alike(before, record)
+        self._resumes(before, after, record)
         if last:
             self._after(before, last, record)
+
+    def _alike(self, before: View, record: GenerationRecord) -> None:
+        codes = {keyed.record.fingerprint["code"] for identity in record.ids if (keyed := before.present.get(identity))}
+        if len(codes) > 1:
+            raise ViolationError("mixed_code", f"generation {record.number} runs {sorted(codes)}")
+
+    # --- states
+
+    def _resumes(self, before: View, after: View, record: GenerationRecord) -> None:
+        """Nothing older than what was committed, unless it is lost for good, which is told; and no more is thrown away than a snapshot."""
+        known = before.checkpoint.record if before.checkpoint else None
+        order = record.resume.order if record.resume else (0, 0)
+        behind = known is not None and order < known.order
+        told = any(event.what == "fell_back" and event.number == record.number for event in after.events)
+        if behind is not told:
+            raise ViolationError("fell_back_unsaid" if behind and self._lost(before, record) else "resume_behind_commit",
+                                 f"generation {record.number} resumes {order}, committed {known and known.order}, told {told}")  # fmt: skip
+        if behind and not self._lost(before, record):
+            raise ViolationError("resume_behind_commit", f"generation {record.number} resumes {order}, {known and known.order} is committed and not lost")
+        if behind and not self.world.shared and len(self.world.disks_lost) < 2 and known and len(self._run_of(known.generation)) > 1:
+            raise ViolationError("fell_back_needlessly", f"generation {record.number} falls back, and one disk was lost: {self.world.disks_lost}")
+        self._somebody_gives(before, record)
+        self._throws_away(record, order)
+
+    def _run_of(self, number: int) -> tuple[MemberId, ...]:
+        return self.world.runs[number].record.ids if number in self.world.runs else ()
+
+    def _lost(self, before: View, record: GenerationRecord) -> bool:
+        """Whether all who were to hold the committed checkpoint are here and say that they do not; where all read it, all who are to begin."""
+        assert before.checkpoint
+        known = before.checkpoint.record
+        said = {node for node, keyed in before.members.items() if known.digest in keyed.record.lost}
+        has = any(ref.digest == known.digest for keyed in before.members.values() for ref in keyed.record.inventory)
+        wanted = {identity.node for identity in record.ids} if known.shared else set(known.holders)
+        return bool(wanted) and wanted <= said and not has
+
+    def _somebody_gives(self, before: View, record: GenerationRecord) -> None:
+        known = before.checkpoint.record if before.checkpoint else None
+        if record.resume is None or (known and known.shared and known.digest == record.resume.digest):
+            return
+        # A deletion is not seen by the activation, and whoever activates may have looked a while ago.
+        late = self.world.now - (STALE if not self.world.stood_still else 1e9)
+        if not any(node in before.members or self.gone_at.get(node, -1e9) >= late for node in record.resume.holders):
+            raise ViolationError("nobody_gives", f"generation {record.number} resumes {record.resume.order}, and none of {record.resume.holders} is here")
+
+    def _throws_away(self, record: GenerationRecord, order: tuple[int, int]) -> None:
+        """Of what its members' agents hold, in truth, one snapshot is newer at most."""
+        if self.world.corrupted:
+            return
+        held: dict[str, tuple[int, int]] = {}
+        for identity in record.ids:
+            agent = self.world.agent_of(identity)
+            for ref in agent.snapshots if agent else ():
+                held[ref.digest] = max(ref.order, held.get(ref.digest, (0, 0)))
+        newer = sorted({one for one in held.values() if one > order})
+        if len(newer) > 1:
+            raise ViolationError("steps_lost", f"generation {record.number} resumes {order}, and its members hold {newer}")
+
+    def begins(self, record: GenerationRecord, restored: Mapping[MemberId, str]) -> None:
+        """A generation makes its first step: all from the state that the record names."""
+        wanted = record.resume.digest if record.resume else "init"
+        if {restored.get(identity) for identity in record.ids} != {wanted}:
+            raise ViolationError("different_states", f"generation {record.number} begins with {restored}, the record says {wanted}")
 
     def _members_as_they_are(self, before: View, record: GenerationRecord) -> None:
         """Nobody in it was somebody else, or asked to leave, or held another socket, at the moment it was written; deletions are not seen."""
@@ -156,6 +221,7 @@ class Checker:
         if last.state is GenerationState.SUCCEEDED and not self.world.reopened:
             raise ViolationError("finished_restarts", f"the job ended with generation {last.number}, and {record.number} is active")
         self._loses_a_step_at_most(last, record)
+        self._plan_loses_nothing(before, last, record)
         if self.world.calm_since is not None and self.world.calm_since <= self.proposed_at.get(record.number, 0.0):
             raise ViolationError("needless_restart", f"generation {record.number} ({record.cause}), and nothing had happened to any node")
 
@@ -168,6 +234,17 @@ class Checker:
             return
         if record.resume is None or record.resume.order < (last.number, run.reached - 1):
             raise ViolationError("steps_lost", f"{last.number} reached step {run.reached}, {record.number} resumes {record.resume and record.resume.order}")
+
+    def _plan_loses_nothing(self, before: View, last: GenerationRecord, record: GenerationRecord) -> None:
+        """An agreed stop that went well costs no step; nor does a generation that never began, if nothing went wrong at all."""
+        run, proposal = self.world.runs.get(last.number), before.proposal
+        order = record.resume.order if record.resume else (0, 0)
+        if run is None or self.world.corrupted or proposal is None or last.ended:
+            return
+        if proposal.record.mode is Mode.AGREED_STOP and run.sealed and run.reached is not None and order < (last.number, run.reached):
+            raise ViolationError("planned_loss", f"{last.number} was stopped by agreement at step {run.reached}, {record.number} resumes {order}")
+        if not run.began and not self.world.trouble and last.resume and order < last.resume.order:
+            raise ViolationError("steps_lost", f"{last.number} was to begin with {last.resume.order}, {record.number} resumes {order}")
 
     def _finished(self, view: View, identity: MemberId, number: int) -> bool:
         return identity in view.present and self._said(view.present[identity].record, number, Result.FINISHED)
@@ -243,6 +320,8 @@ class Checker:
             return None
         if self.world.expected_nodes() < (view.target.record if view.target else self.world.target).min_nodes:
             return None
+        if self._waits_for_a_holder(view):
+            return None
         if view.active is None:
             return "no generation is active" if not view.pending else f"proposal {view.pending.record.number} is pending"
         if view.pending:
@@ -262,6 +341,15 @@ class Checker:
         if self.world.expected_nodes() > len(view.members):
             return f"{len(view.members)} members, {self.world.expected_nodes()} nodes are well"
         return None
+
+    def _waits_for_a_holder(self, view: View) -> bool:
+        """Whether the committed checkpoint, and all that is newer, lies where nobody will come from: then there is nothing else to do."""
+        known = view.checkpoint.record if view.checkpoint else None
+        if known is None or known.shared or not self.world.cut_for_good or all(node in view.members for node in known.holders):
+            return False
+        held = {ref for keyed in view.members.values() for ref in keyed.record.inventory}
+        gives = [node for node in known.holders if node in view.members and known.digest not in view.members[node].record.lost]
+        return not gives and not any(ref.order > known.order or ref.digest == known.digest for ref in held)
 
     def _runs(self, identity: MemberId, number: int) -> bool:
         agent = self.world.agent_of(identity)

@@ -16,14 +16,15 @@ from tests.model.world import KEYS, TIMING, World
 
 FOREVER = 1e9
 NOT_MODELLED = """
-Narrow views: every member sees the whole job (`sight` shows most of them six keys), though only the coordinator and the deputy decide.
+Narrow views: every member sees the whole job (`sight` shows most of them seven keys), though only the coordinator and the deputy decide.
 A write whose answer was lost: `kv.client` reads back what became of it.
 Garbage and keys removed by hand: tests/rendezvous/test_membership_properties.py.
 Clock rates: all clocks run alike; rule 15 has two TTLs to spare.
 A main thread that hangs while nobody else's workers of its generation stop, or before it has started its own (see `_stuck`): its member goes on
 reporting for it, so that the others wait for workers that never come, or train beside those that nobody stops.
 A hung process that the watchdog of rule 6 does not end, and workers that outlive their agent.
-Where states are: an image can be fetched from whoever is named as its holder; checkpoints are on shared storage (rules 24, 25, 26).
+Buffers: what is read is pinned, or a snapshot would overwrite it (rule 25). Which directories a clean-up may touch (rule 26).
+States that a leaver takes along when too few are left to form a generation without it.
 """
 """What the walks say nothing about."""
 
@@ -57,6 +58,7 @@ class Mix:
         keep: kinds that are not healed when the walk ends.
         calm: nothing of it may cost a generation, once the job has formed.
         together: how often a fault comes right upon a write, rather than at some time.
+        shared: how often checkpoints lie on shared storage.
     """
 
     weights: Mapping[str, float]
@@ -72,6 +74,7 @@ class Mix:
     start_within: float = 3.0
     longest: float = 0.0
     must_not_fail: bool = False
+    shared: float = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +92,13 @@ class Scenario:
     keep: frozenset[str] = field(default_factory=frozenset)
     calm: bool = False
     must_not_fail: bool = False
+    shared: bool = False
 
 
 ALL = {
     "crash": 3.0, "power": 1.5, "pause": 3.0, "cut": 3.0, "part": 1.5, "outage": 1.5, "mass": 1.5, "hang": 1.5, "stuck": 0.7,
     "leave": 1.5, "fail": 2.0, "second": 2.0, "slow": 2.5, "scale": 0.7, "stop": 0.2, "corrupt": 0.3, "join": 1.5, "reopen": 0.3,
-    "restart": 0.7, "hold": 0.5,
+    "restart": 0.7, "hold": 0.5, "wipe": 0.7, "rot": 1.0, "blind": 0.5, "upgrade": 0.5,
 }  # fmt: skip
 MIXES: dict[str, Mix] = {
     "all": Mix(weights=ALL),
@@ -107,10 +111,12 @@ MIXES: dict[str, Mix] = {
     "planned": Mix(weights={"leave": 3, "join": 3, "scale": 2, "slow": 1, "restart": 2, "hold": 1}, together=0.6),
     "asleep": Mix(weights={"mass": 1}, count=(1, 1), nodes=(2, 4), calm=True, finishes=0.0, together=0.0, span=(14, 14), start_within=0.3),
     "again": Mix(weights={"reopen": 4, "stop": 1, "fail": 2, "cut": 2, "crash": 1, "pause": 1, "slow": 1, "power": 1}, count=(3, 8), finishes=0.6),
+    "disks": Mix(weights={"wipe": 2, "rot": 2, "crash": 3, "power": 3, "blind": 1, "leave": 1, "join": 1, "fail": 1, "cut": 1}, count=(3, 8), minimum=1),
+    "upgraded": Mix(weights={"upgrade": 3, "crash": 1, "leave": 1, "join": 1}, count=(1, 5)),
     "hung": Mix(weights={"hang": 1}, count=(1, 1), keep=frozenset({"hang"}), longest=FOREVER, nodes=(3, 4), minimum=1, finishes=0.0, span=(8, 20)),
     "alone": Mix(weights={"cut": 1}, count=(1, 2), nodes=(2, 3), minimum=1, finishes=0.0, keep=frozenset({"cut"}), longest=FOREVER, together=0.3),
 }
-GENERAL = ("all", "all", "all", "gentle", "storm", "loss", "apart", "stale", "end", "planned", "asleep", "hung", "alone", "again")
+GENERAL = ("all", "all", "all", "gentle", "storm", "loss", "apart", "stale", "end", "planned", "asleep", "hung", "alone", "again", "disks", "upgraded")
 
 
 def draw(seed: int, mix: str | None = None, *, nodes: tuple[int, int] | None = None, mixes: Mapping[str, Mix] = MIXES) -> Scenario:
@@ -130,7 +136,7 @@ def draw(seed: int, mix: str | None = None, *, nodes: tuple[int, int] | None = N
     faults = [_fault(rng, what, rng.choices(kinds, weights)[0], names, span) for _ in range(rng.randint(*what.count))]
     return Scenario(
         mix=name, nodes=names, starts=starts, target=target, total=total, faults=tuple(sorted(faults, key=lambda fault: fault.at)), span=span,
-        exact=seed % 16 == 0, keep=what.keep, calm=what.calm, must_not_fail=what.must_not_fail,
+        exact=seed % 16 == 0, keep=what.keep, calm=what.calm, must_not_fail=what.must_not_fail, shared=rng.random() < what.shared,
     )  # fmt: skip
 
 
@@ -202,7 +208,7 @@ def _power(world: World, fault: Fault) -> None:
 
 def _pause(world: World, fault: Fault) -> None:
     node = world.nodes[fault.node]
-    world.trouble = True
+    world.trouble = world.stood_still = True
     node.paused_until = max(node.paused_until, world.now + fault.seconds)
     world.look_at_all()
     world.at(fault.seconds, _wake, world, fault.node)
@@ -283,7 +289,7 @@ def _etcd_back(world: World, mass: bool) -> None:
 
 
 def _hang(world: World, fault: Fault) -> None:
-    world.trouble = True
+    world.trouble = world.stood_still = True
     agent = world.nodes[fault.node].agent
     if agent:
         agent.hung_until = world.now + fault.seconds
@@ -367,7 +373,44 @@ def _corrupt(world: World, fault: Fault) -> None:
     agent = world.nodes[fault.node].agent
     if agent and agent.snapshots:
         world.corrupted = True
-        agent.snapshots = (*agent.snapshots[:-1], agent.snapshots[-1].model_copy(update={"digest": "bad" + fault.node}))
+        agent.snapshots = (*agent.snapshots[:-1], agent.snapshots[-1].model_copy(update={"digest": f"bad{fault.node}{world.now:g}"}))
+
+
+def _wipe(world: World, fault: Fault) -> None:
+    """A disk is replaced; whose agent stands by sees that it is empty. Shared storage is somebody else's care."""
+    node = world.nodes[fault.node]
+    world.trouble = True
+    if node.disk:
+        world.disks_lost.add(node.name)
+    node.disk.clear()
+    if node.agent and node.agent.registered:
+        node.agent.later("loop", 0.5, node.agent.look_again)
+
+
+def _rot(world: World, fault: Fault) -> None:
+    """The newest checkpoint is damaged: on one node's disk, which finds out when it reads it, or where all read it."""
+    node, view = world.nodes[fault.node], world.store.view()
+    world.trouble = True
+    if world.shared and view.checkpoint:
+        world.storage.pop(view.checkpoint.record.digest, None)
+    elif node.disk:
+        world.disks_lost.add(node.name)
+        node.rotten.add(view.checkpoint.record.digest if view.checkpoint else max(node.disk.values(), key=lambda ref: ref.order).digest)
+
+
+def _blind(world: World, fault: Fault) -> None:
+    """A node can read and write no state for a while, for want of memory, say."""
+    world.trouble = True
+    world.nodes[fault.node].blind_until = world.now + min(fault.seconds, TIMING.ttl)
+
+
+def _upgrade(world: World, fault: Fault) -> None:
+    """A node gets new code, and its agent is started again."""
+    node = world.nodes[fault.node]
+    node.code += 1
+    if node.agent:
+        node.agent.crash()
+    world.at(world.rng.uniform(0.1, 2.0), start, world, fault.node)
 
 
 def _join(world: World, fault: Fault) -> None:
@@ -387,7 +430,7 @@ def _reopen(world: World, fault: Fault) -> None:
 DO: dict[str, Callable[[World, Fault], None]] = {
     "crash": _crash, "power": _power, "pause": _pause, "cut": _cut, "part": _part, "outage": _outage, "mass": _mass, "hang": _hang,
     "stuck": _stuck, "leave": _leave, "fail": _fail, "second": _second, "slow": _slow, "scale": _scale, "stop": _stop, "corrupt": _corrupt,
-    "join": _join, "reopen": _reopen, "restart": _restart, "hold": _hold,
+    "join": _join, "reopen": _reopen, "restart": _restart, "hold": _hold, "wipe": _wipe, "rot": _rot, "blind": _blind, "upgrade": _upgrade,
 }  # fmt: skip
 
 
@@ -414,8 +457,19 @@ def heal(world: World, keep: frozenset[str]) -> None:
                 agent.stuck_until = min(agent.stuck_until, world.now)
             agent.slow_until = agent.second_until = min(agent.slow_until, world.now)
             agent.release()
+        node.blind_until = 0.0
+    _finish_upgrade(world)
     world.look_at_all()
     revive(world)
+
+
+def _finish_upgrade(world: World) -> None:
+    """Every node has the newest code in the end."""
+    newest = max(node.code for node in world.nodes.values())
+    for node in world.nodes.values():
+        node.code = newest
+        if node.agent and node.agent.code != newest:
+            node.agent.crash()
 
 
 def revive(world: World) -> None:

@@ -31,5 +31,9 @@ class Rules:
     frozen_stop: bool = True  # 15
     name_unreachable: bool = True  # 16
     killed_early_looks: bool = True  # 16: and not only who failed first (agent.agent does not yet)
+    keeps_holdings: bool = True  # 3: what a node holds outlives an incarnation
     leaver_stays: bool = True  # 18
+    leaver_gives: bool = True  # 18: it also waits until the others have its state
     leaver_waits_for_proposal: bool = True  # 18 (desk does not yet)
+    begins_as_told: bool = True  # 22: no member begins elsewhere
+    two_disks: bool = True  # 24

@@ -40,9 +40,9 @@ class Walk:
 
 def walk(seed: int, scenario: Scenario, rules: Rules = REAL, *, tracing: bool = False) -> Walk:
     """Run one walk to its verdict."""
-    world = World(seed, scenario.nodes, scenario.target, total=scenario.total, rules=rules, exact=scenario.exact, tracing=tracing)
+    world = World(seed, scenario.nodes, scenario.target, total=scenario.total, rules=rules, exact=scenario.exact, tracing=tracing, shared=scenario.shared)
     world.must_not_fail = scenario.must_not_fail
-    world.stuck_for_good = "stuck" in scenario.keep
+    world.stuck_for_good, world.cut_for_good = "stuck" in scenario.keep, "cut" in scenario.keep
     kind, text = None, ""
     try:
         _walk(world, scenario)

@@ -13,6 +13,7 @@ from elasticd.kv.types import Target
 from elasticd.rendezvous import membership, transitions
 from elasticd.rendezvous.membership import Activate, Decision, End, Memory, Propose, Report, Stay, Timing, Wait, fate
 from elasticd.rendezvous.records import CauseKind, GenerationState, Mode, ResumePoint
+from elasticd.rendezvous.resume import Choice
 from elasticd.rendezvous.transitions import Txn
 from elasticd.rendezvous.view import View
 from tests.model.faults import FOREVER, MIXES, Mix
@@ -108,7 +109,8 @@ def plan_awaits_the_proposed_only(view: View, now: float, memory: Memory, timing
         here = all(identity in view.present and not view.present[identity].record.leaving for identity in proposed)
         enough = view.target and len(proposed) >= view.target.record.min_nodes
         if not late and here and enough:
-            return membership._activate(view, view.pending.record)
+            record = view.pending.record
+            return membership._activate(view, record, membership._resume(view, record.members, record.mode))
     return membership.plan(view, now, memory, timing)
 
 
@@ -154,12 +156,78 @@ def plan_goes_by_steps(view: View, now: float, memory: Memory, timing: Timing) -
     newest = max(held, key=lambda ref: (ref.step, ref.generation), default=None)
     if newest is None or (view.checkpoint and view.checkpoint.record.step >= newest.step):
         return decision
-    return replace(decision, resume=ResumePoint(generation=newest.generation, step=newest.step, digest=newest.digest))
+    holders = tuple(name for name, keyed in view.members.items() if newest in keyed.record.inventory)
+    return replace(decision, resume=ResumePoint(generation=newest.generation, step=newest.step, digest=newest.digest, holders=holders))
 
 
 def plan_resumes_what_it_can(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
     """22: the newest that all hold, even if something newer is committed."""
     return membership.plan(replace(view, checkpoint=None), now, memory, timing)
+
+
+def plan_goes_back_however_far(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
+    """22: the newest that all survivors hold, however old it is."""
+    decision = membership.plan(view, now, memory, timing)
+    if not isinstance(decision, Activate) or view.generation is None or decision.resume is None:
+        return decision
+    survivors = [keyed for identity, keyed in view.present.items() if identity in decision.proposal.members and identity in view.generation.record.ids]
+    held = [{ref.digest: ref for ref in keyed.record.inventory} for keyed in survivors]
+    common = set(held[0]).intersection(*held) if held else set()
+    usable = [held[0][digest] for digest in common if view.checkpoint is None or held[0][digest].order >= view.checkpoint.record.order]
+    newest = max(usable, key=lambda ref: ref.order, default=None)
+    if newest is None:
+        return decision
+    holders = tuple(keyed.record.id.node for keyed in survivors)
+    return replace(decision, resume=ResumePoint(generation=newest.generation, step=newest.step, digest=newest.digest, holders=holders))
+
+
+def plan_spares_the_transfer(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
+    """22: after an agreed stop, too, a step back is taken."""
+    if view.pending is None or view.pending.record.mode is Mode.KILL:
+        return membership.plan(view, now, memory, timing)
+    decision = membership.plan(view, now, memory, timing)
+    if not isinstance(decision, Activate):
+        return decision
+    return replace(decision, resume=membership._resume(view, decision.proposal.members, Mode.KILL).resume)
+
+
+def plan_gives_up_on_the_absent(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
+    """24: a holder that is not here counts as one that has lost it."""
+    decision = membership.plan(view, now, memory, timing)
+    return membership.plan(replace(view, checkpoint=None), now, memory, timing) if isinstance(decision, Wait) and decision.alert else decision
+
+
+def plan_believes_one_of_two(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
+    """24: one holder's word that it is lost is enough."""
+    known = view.checkpoint
+    if known and any(known.record.digest in keyed.record.lost for keyed in view.members.values()):
+        view = replace(view, checkpoint=None)
+    decision = membership.plan(view, now, memory, timing)
+    return replace(decision, fell_back=known.record) if isinstance(decision, Activate) and known and view.checkpoint is None else decision
+
+
+def plan_waits_for_no_holder(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
+    """24: a generation is formed though nobody is here that can give it its state."""
+    decision = membership.plan(view, now, memory, timing)
+    if not (isinstance(decision, Wait) and decision.alert and view.checkpoint):
+        return decision
+    lost = view.checkpoint.record
+    resume = ResumePoint(generation=lost.generation, step=lost.step, digest=lost.digest, holders=lost.holders)
+    if view.pending:
+        return membership._activate(view, view.pending.record, Choice(resume=resume))
+    return membership.plan(replace(view, checkpoint=None), now, memory, timing)
+
+
+def plan_says_nothing(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
+    """24: falling back is told nobody."""
+    decision = membership.plan(view, now, memory, timing)
+    return replace(decision, fell_back=None) if isinstance(decision, Activate) else decision
+
+
+def plan_mixes(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
+    """28: whatever code a node has, it may train."""
+    blank = {name: replace(keyed, record=keyed.record.model_copy(update={"fingerprint": {}})) for name, keyed in view.members.items()}
+    return membership.plan(replace(view, members=blank), now, memory, timing)
 
 
 def _mix(weights: dict[str, float], **more: Any) -> Mix:
@@ -200,7 +268,7 @@ TAKEN_OUT: tuple[TakenOut, ...] = (
              mix=_mix({"stuck": 2, "fail": 1, "crash": 1}, keep=frozenset({"stuck"}), longest=FOREVER, nodes=(3, 4), minimum=1, together=0.0),
              kinds=_kinds("no_progress")),
     TakenOut(number="14", name="workers start by a cached view", rules=Rules(look_before_start=False),
-             mix=_mix({"pause": 2, "slow": 2, "cut": 2, "second": 1}, together=0.9, count=(2, 5), minimum=1), kinds=_kinds("stale_start", "both_train")),
+             mix=_mix({"pause": 3, "slow": 2}, together=0.9, count=(3, 6), nodes=(2, 3), minimum=1, shared=1.0), kinds=_kinds("stale_start", "both_train")),
     TakenOut(number="15, hold", name="a new generation does not wait for unseen workers", rules=Rules(plan=plan_without_hold),
              mix=_mix({"cut": 1}, count=(1, 2), minimum=1, together=0.3), kinds=_kinds("both_train")),
     TakenOut(number="15, freeze", name="workers go on for ever without etcd", rules=Rules(frozen_stop=False),
@@ -220,9 +288,32 @@ TAKEN_OUT: tuple[TakenOut, ...] = (
     TakenOut(number="19, planned", name="a join is proposed although somebody has finished", rules=Rules(plan=plan_joins_the_finished),
              mix=_mix({"join": 1, "leave": 1, "slow": 1}, finishes=1.0, together=0.5, start_within=12.0), kinds=_kinds("finished_restarts")),
     TakenOut(number="21", name="states are compared by step alone", rules=Rules(plan=plan_goes_by_steps),
-             mix=_mix({"cut": 3, "pause": 1, "crash": 2}, count=(2, 6), minimum=1), kinds=_kinds("resume_behind_commit", "steps_lost"), within=4000),
+             mix=_mix({"cut": 3, "pause": 1, "crash": 2}, count=(2, 6), minimum=1, shared=1.0), kinds=_kinds("resume_behind_commit", "steps_lost"),
+             within=4000),
     TakenOut(number="22", name="the resume point may be older than the committed one", rules=Rules(plan=plan_resumes_what_it_can),
              mix=_mix({"crash": 3, "cut": 1}, count=(2, 5), minimum=1), kinds=_kinds("resume_behind_commit")),
+    TakenOut(number="3", name="a new incarnation says nothing of what its node holds", rules=Rules(keeps_holdings=False),
+             mix=_mix({"cut": 2, "pause": 2, "mass": 1}, count=(1, 3), minimum=1), kinds=_kinds("steps_lost", "resume_behind_commit")),
+    TakenOut(number="18, states", name="a leaver goes before the others have its state", rules=Rules(leaver_gives=False),
+             mix=_mix({"leave": 2, "scale": 1}, count=(1, 3), minimum=1, together=0.0), kinds=_kinds("steps_lost", "planned_loss")),
+    TakenOut(number="22, elsewhere", name="who cannot get the state begins with its own", rules=Rules(begins_as_told=False),
+             mix=_mix({"blind": 3, "crash": 2}, count=(3, 7), minimum=1), kinds=_kinds("different_states")),
+    TakenOut(number="22, near", name="the newest that all hold, however old", rules=Rules(plan=plan_goes_back_however_far),
+             mix=_mix({"crash": 3, "join": 1, "fail": 1}, count=(3, 7), nodes=(3, 4), minimum=1, budget=(30,)), kinds=_kinds("steps_lost")),
+    TakenOut(number="22, planned", name="a step back is taken after an agreed stop", rules=Rules(plan=plan_spares_the_transfer),
+             mix=_mix({"restart": 2, "join": 1, "leave": 1}, count=(2, 5), nodes=(3, 4)), kinds=_kinds("planned_loss")),
+    TakenOut(number="24, absent", name="who is absent counts as having lost it", rules=Rules(plan=plan_gives_up_on_the_absent),
+             mix=_mix({"power": 3, "crash": 2}, count=(2, 6), minimum=1, shared=0.0), kinds=_kinds("resume_behind_commit")),
+    TakenOut(number="24, one word", name="one holder's word that it is lost is enough", rules=Rules(plan=plan_believes_one_of_two),
+             mix=_mix({"wipe": 3, "power": 3}, count=(3, 7), minimum=1, shared=0.0), kinds=_kinds("resume_behind_commit")),
+    TakenOut(number="24, holder", name="nobody is waited for", rules=Rules(plan=plan_waits_for_no_holder),
+             mix=_mix({"power": 3, "crash": 2}, count=(3, 6), minimum=1, shared=0.0, span=(40, 60), budget=(30,)), kinds=_kinds("nobody_gives")),
+    TakenOut(number="24, disks", name="one disk is enough for a commit", rules=Rules(two_disks=False),
+             mix=_mix({"wipe": 2, "power": 3}, count=(3, 7), minimum=1, shared=0.0), kinds=_kinds("fell_back_needlessly")),
+    TakenOut(number="24, event", name="falling back is told nobody", rules=Rules(plan=plan_says_nothing),
+             mix=_mix({"wipe": 3, "power": 3}, count=(3, 7), minimum=1, nodes=(1, 2), shared=0.0), kinds=_kinds("fell_back_unsaid")),
+    TakenOut(number="28", name="nodes with different code train together", rules=Rules(plan=plan_mixes),
+             mix=MIXES["upgraded"], kinds=_kinds("mixed_code")),
     TakenOut(number="23, generation", name="commit without the generation compare", rules=Rules(commit=commit_without_generation),
              mix=_mix({"slow": 2, "crash": 2, "join": 1, "pause": 1}, together=0.7, count=(3, 6)), kinds=_kinds("stale_commit")),
     TakenOut(number="23, greater", name="commit to an older one", rules=Rules(commit=commit_anything),

@@ -9,7 +9,7 @@ from tests.model.taken_out import TAKEN_OUT, TakenOut
 
 pytestmark = pytest.mark.timeout(300)
 
-BESIDE = 60
+BESIDE = 40
 """Walks that must pass with the rule in place, besides those that it took to break without."""
 
 

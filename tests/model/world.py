@@ -34,7 +34,7 @@ FORM_TIMEOUT = 3.0
 
 @dataclass(slots=True)
 class Node:
-    """One machine and how it is connected."""
+    """One machine, how it is connected, and what lies on its disk. `rotten` is what it only believes to have there."""
 
     name: str
     number: int
@@ -46,11 +46,18 @@ class Node:
     woke_at: float = -100.0
     agent: Agent | None = None
     exited: str = ""
+    code: int = 1
+    disk: dict[str, SnapshotRef] = field(default_factory=dict)
+    rotten: set[str] = field(default_factory=set)
+    blind_until: float = 0.0
 
 
 @dataclass(slots=True)
 class Run:
-    """One generation's training. `since` is when it began to make steps, None while it does not; `reached` the step at which it ended."""
+    """One generation's training. `since` is when it began to make steps, None while it does not; `reached` the step at which it ended.
+
+    `restored` says who has which state to begin with; `sealed` that it ended by agreement, with a snapshot of its last step.
+    """
 
     record: GenerationRecord
     base: int
@@ -61,6 +68,8 @@ class Run:
     over: bool = False
     finishing: bool = False
     reached: int | None = None
+    restored: dict[MemberId, str] = field(default_factory=dict)
+    sealed: bool = False
     returned: int = 0
     token: int = 0
 
@@ -72,10 +81,13 @@ class Run:
 class World:
     """See the module."""
 
-    def __init__(self, seed: int, names: str, target: TargetRecord, *, total: int, rules: Rules, timing: Timing = TIMING, exact: bool, tracing: bool) -> None:
+    def __init__(self, seed: int, names: str, target: TargetRecord, *, total: int, rules: Rules, exact: bool, tracing: bool, shared: bool) -> None:
         self.seed = seed
+        self.shared = shared
+        self.storage: dict[str, SnapshotRef] = {}
+        self.disks_lost: set[str] = set()
         self.rng = Random(seed * 7919 + 17)
-        self.timing = timing
+        self.timing = TIMING
         self.target = target
         self.total = total
         self.rules = rules
@@ -97,9 +109,10 @@ class World:
         self.trouble = False
         self.corrupted = False
         self.reopened = False
+        self.stood_still = False
         self.asked_to_stop = False
         self.must_not_fail = False
-        self.stuck_for_good = False
+        self.stuck_for_good = self.cut_for_good = False
         self.calm_since: float | None = None
         self.triggers: dict[str, list[tuple[float, Callable[[], None]]]] = {}
         self.check = Checker(self)
@@ -243,11 +256,11 @@ class World:
         """The restored state becomes the new generation's before its first step (PROTOCOL 21)."""
         run.began = True
         self.say("", f"generation {run.number} trains from step {run.base}")
-        digest = run.record.resume.digest if run.record.resume else "init"
+        self.check.begins(run.record, run.restored)
         for identity in run.record.ids:
             agent = self.agents.get(identity)
             if agent:
-                agent.snapshots = (*agent.snapshots[-2:], SnapshotRef(generation=run.number, step=run.base, digest=digest))
+                agent.keep(self.snapshot(run, run.base))
 
     def step_of(self, run: Run) -> int:
         made = run.made + ((self.now - run.since) / STEP if run.since is not None else 0.0)
@@ -258,13 +271,14 @@ class World:
             return SnapshotRef(generation=run.number, step=step, digest=run.record.resume.digest if run.record.resume else "init")
         return SnapshotRef(generation=run.number, step=step, digest=f"{run.number}.{step}")
 
-    def workers_end(self, agent_id: MemberId, number: int, *, returned: bool = False) -> None:
+    def workers_end(self, agent_id: MemberId, number: int, *, returned: bool = False, orderly: bool = False) -> None:
         """One member's workers are no more: nobody else makes a step either."""
         run = self.runs[number]
         if agent_id not in run.running:
             return
         run.running.discard(agent_id)
         if not run.over:
+            run.sealed = orderly and run.began and run.since is not None
             self._run_over(run, echo=not returned)
         if returned:
             run.returned += 1
@@ -277,12 +291,15 @@ class World:
         self.look_at(run)
         if run.began:
             run.reached = step
-            for identity in run.record.ids:
+            whole = run.finishing or step == run.base
+            for rank, identity in enumerate(run.record.ids):
                 agent = self.agents.get(identity)
                 if agent:
-                    newest = step if run.finishing or step == run.base or agent.rng.random() < 0.6 else step - 1
-                    held = [self.snapshot(run, one) for one in range(max(run.base, newest - 1), newest + 1)]
-                    agent.snapshots = (*[ref for ref in agent.snapshots if ref not in held][-1:], *held)
+                    # Asked to stop, they agree on a step; one may have had no buffer free for it. Else their newest differ by one.
+                    luck = agent.rng.random()
+                    newest = step if whole or (run.sealed and (luck < 0.9 or not rank)) or (not run.sealed and luck < 0.6) else step - 1
+                    for one in range(max(run.base, newest - 1), newest + 1):
+                        agent.keep(self.snapshot(run, one))
         if echo and not run.finishing:
             for identity in run.record.ids:
                 agent = self.agents.get(identity)

@@ -35,6 +35,7 @@ def config_of(
     timing: dict[str, float] | None = None,
     reopen: bool = False,
     slots: int = 1,
+    state_port: int = 0,
 ) -> MemberConfig:
     """A member's configuration from what can be sent to another process; `nodes` is (min, max, desired)."""
     minimum, maximum, desired = nodes
@@ -51,6 +52,7 @@ def config_of(
         timing=Timing(**{**{name: getattr(QUICK, name) for name in QUICK.__slots__}, **(timing or {})}),
         state_dir=Path(state_dir),
         reopen=reopen,
+        state_port=state_port,
     )
 
 
@@ -69,14 +71,16 @@ class Node:
         self.started_at: dict[int, float] = {}
         self.error: ElasticdError | None = None
         self.deaf = False
+        self.told: dict[str, Any] = {}
+        """What it tells of its states when it stops."""
         self._end_with: Outcome | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"node-{config.node}", daemon=True)
 
-    def start(self) -> None:
-        """Register, and take generations from now on."""
+    def start(self, **states: Any) -> None:
+        """Register with what `Member.start` takes, and take generations from now on."""
         self.member.connect()
-        self.member.start()
+        self.member.start(**states)
         self._thread.start()
 
     def close(self) -> None:
@@ -130,7 +134,7 @@ class Node:
                 if outcome is None and isinstance(directive, Stop):
                     self.stops.append(directive)
                 self._end_with, self.running = None, None
-                self.member.report_stopped(number, outcome)
+                self.member.report_stopped(number, outcome, **self.told)
                 break
             time.sleep(0.005)
         if assignment.store_socket is not None:

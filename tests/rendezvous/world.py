@@ -15,6 +15,7 @@ from elasticd.rendezvous.records import (
     BudgetRecord,
     Cause,
     CauseKind,
+    CheckpointRecord,
     GenerationMember,
     GenerationRecord,
     GenerationState,
@@ -24,6 +25,7 @@ from elasticd.rendezvous.records import (
     Outcome,
     ProposalRecord,
     Result,
+    SnapshotRef,
     StoreAddress,
     TargetRecord,
 )
@@ -55,8 +57,14 @@ def member(
     mod: int | None = None,
     slots: int = 1,
     port: int = 4000,
+    fingerprint: dict[str, str] | None = None,
+    held: str = "",
+    lost: str = "",
 ) -> Keyed[MemberRecord]:
-    """A member whose key was created at revision `age`; `failed` and `finished` name the generation its workers ended."""
+    """A member whose key was created at revision `age`; `failed` and `finished` name the generation its workers ended.
+
+    `held` are states as `refs` has them, `lost` the digests of others.
+    """
     outcome = None
     if failed is not None:
         outcome, stopped = Outcome(generation=failed, result=Result.FAILED, detail=detail), max(stopped, failed)
@@ -74,8 +82,28 @@ def member(
         outcome=outcome,
         unreachable=tuple(identity.incarnation for identity in unreachable),
         leaving=leaving,
+        fingerprint=fingerprint or {},
+        inventory=refs(held),
+        lost=tuple(lost.split()),
     )
     return Keyed(record, age, age if mod is None else mod, lease=age)
+
+
+def refs(text: str) -> tuple[SnapshotRef, ...]:
+    """ "1.5 2.7x 3.5=1.5": step 5 of generation 1, step 7 of generation 2 with another content, and the first again under a third number."""
+    found = []
+    for word in text.split():
+        name, _, digest = word.partition("=")
+        number, _, step = name.partition(".")
+        found.append(SnapshotRef(generation=int(number), step=int(step.rstrip("xyz")), digest=digest or word))
+    return tuple(found)
+
+
+def committed(text: str, holders: str = "", *, shared: bool = False, mod: int = 7) -> Keyed[CheckpointRecord]:
+    """A checkpoint as `refs` has it, held by the nodes that the letters name."""
+    (ref,) = refs(text)
+    record = CheckpointRecord(scope=KEYS.scope, generation=ref.generation, step=ref.step, digest=ref.digest, holders=tuple(holders), shared=shared)
+    return Keyed(record, 7, mod)
 
 
 def target(
@@ -91,9 +119,7 @@ def target(
 ) -> Keyed[TargetRecord]:
     """What operators want."""
     wanted = maximum if desired is None else desired
-    record = TargetRecord(
-        scope=KEYS.scope, run=run, min_nodes=minimum, max_nodes=maximum, desired=wanted, max_restarts=budget, reason=reason, paused=paused
-    )
+    record = TargetRecord(scope=KEYS.scope, run=run, min_nodes=minimum, max_nodes=maximum, desired=wanted, max_restarts=budget, reason=reason, paused=paused)
     return Keyed(record, 1, mod)
 
 

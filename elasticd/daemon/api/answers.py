@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticd.daemon.cluster import Happening, JobView, NodeView
+    from elasticd.daemon.configuring import ConfigView, Kept
     from elasticd.daemon.operations import Change
 
 API_VERSION = "elasticd/v1"
@@ -214,6 +215,39 @@ class EventListAnswer(Answer):
     last: int
 
 
+class SettingAnswer(Answer):
+    """One setting of training on this node. `layers` is what each layer says that says something, low to high; `etcd`: it may be set there."""
+
+    name: str
+    value: bool | int | float | str | None
+    origin: str
+    unit: str
+    layers: dict[str, bool | int | float | str]
+    etcd: bool
+    alike: bool
+
+
+class KeptAnswer(Answer):
+    """What operators have set in one key of etcd. `revision` is 0 where nobody has."""
+
+    revision: int
+    values: dict[str, bool | int | float | str]
+    reason: str
+    by: str
+    at: Time
+
+
+class ConfigAnswer(Answer):
+    """The settings that count on this node; `etcd_job` is null without a job."""
+
+    node: str
+    job: str | None
+    settings: tuple[SettingAnswer, ...]
+    etcd_cluster: KeptAnswer
+    etcd_job: KeptAnswer | None
+    problems: tuple[str, ...]
+
+
 class ChangeAnswer(Answer):
     """What a change did. `before` is null where nothing was, `generation` is the one that was active."""
 
@@ -276,6 +310,24 @@ def event_answer(one: Happening) -> EventAnswer:
 def history_entry(one: Happening) -> HistoryEntry:
     """One thing that happened to a generation."""
     return HistoryEntry(number=one.generation or 0, at=rfc3339(one.at), what=one.what, detail=one.detail)
+
+
+def config_answer(config: ConfigView, node: str) -> ConfigAnswer:
+    """The settings on one node."""
+    return ConfigAnswer(
+        node=node,
+        job=config.job,
+        settings=tuple(SettingAnswer.model_validate(dataclasses.asdict(one)) for one in config.settings),
+        etcd_cluster=_kept(config.cluster),
+        etcd_job=_kept(config.own) if config.own else None,
+        problems=config.problems,
+    )
+
+
+def _kept(kept: Kept) -> KeptAnswer:
+    record = kept.record
+    told = {"reason": record.reason, "by": record.by, "at": rfc3339(record.at)} if record else {"reason": "", "by": "", "at": None}
+    return KeptAnswer.model_validate({"revision": kept.revision, "values": kept.values} | told)
 
 
 def change_answer(change: Change) -> Response:

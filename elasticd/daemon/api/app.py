@@ -19,11 +19,12 @@ from starlette.exceptions import HTTPException
 from elasticd import __version__, errors
 from elasticd.daemon.api import answers
 from elasticd.daemon.api.access import Access
-from elasticd.daemon.api.answers import Envelope, change_answer, envelope, job_answer, job_summary, node_answer
-from elasticd.daemon.api.bodies import After, JobFilter, JobName, MayReason, MustReason, NodeFilter, NodeName, ScaleBody, StartBody
+from elasticd.daemon.api.answers import Envelope, change_answer, config_answer, envelope, job_answer, job_summary, node_answer
+from elasticd.daemon.api.bodies import After, ConfigBody, JobFilter, JobName, MayReason, MustReason, NodeFilter, NodeName, ScaleBody, StartBody
 from elasticd.daemon.api.gate import Gate
 from elasticd.daemon.audit import Caller
 from elasticd.daemon.cluster import ClusterReader, ClusterView, own_node
+from elasticd.daemon.configuring import ConfigReader
 from elasticd.observability.times import rfc3339
 
 if TYPE_CHECKING:
@@ -58,13 +59,13 @@ def make_app(operations: Operations, board: Board, config: DaemonConfig, registr
         config: names of the cluster and of the groups that may ask.
         registry: what /metrics shows.
     """
-    app = FastAPI(
-        title="elasticd node API", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False
-    )
+    app = FastAPI(title="elasticd node API", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False)
     documented: dict[int | str, dict[str, Any]] = {code: {"model": answers.ErrorAnswer} for code in (400, 403, 404, 405, 409, 422, 500, 503)}
     reader = ClusterReader(operations.kv, operations.keys, board)
     app.include_router(_reading(reader, board, config), responses=documented)
+    app.include_router(_settings(ConfigReader(operations.kv, operations.keys, board, reader), board), responses=documented)
     app.include_router(_changing(operations), responses=documented)
+    app.include_router(_configuring(operations), responses=documented)
     app.include_router(_health(board, registry))
     app.add_exception_handler(errors.ElasticdError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -126,6 +127,26 @@ def _reading(reader: ClusterReader, board: Board, config: DaemonConfig) -> APIRo
         """What happened to jobs, and what operators changed."""
         found, last, revision = reader.happenings(job=job, node=node, after=after)
         return envelope("EventList", revision, answers.EventListAnswer(events=tuple(answers.event_answer(one) for one in found), last=last))
+
+    return router
+
+
+def _settings(reader: ConfigReader, board: Board) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["reading"], responses=_told(answers.ConfigAnswer))
+
+    @router.get("/config")
+    def config() -> Response:
+        """The settings of training on this node, for a job that says nothing itself."""
+        return told(None)
+
+    @router.get("/config/{job}")
+    def job_config(job: JobName) -> Response:
+        """The same for one job."""
+        return told(job)
+
+    def told(job: str | None) -> Response:
+        view = reader.show(job)
+        return envelope("Config", view.revision, config_answer(view, board.node))
 
     return router
 
@@ -209,6 +230,22 @@ def _changing(operations: Operations) -> APIRouter:
     def uncordon(node: NodeName, caller: Asking, body: MayReason | None = None) -> Response:
         """As usual again, after both."""
         return change_answer(operations.uncordon(caller, node, **dict(body or MayReason())))
+
+    return router
+
+
+def _configuring(operations: Operations) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["changing"], responses=_told(answers.ChangeAnswer))
+
+    @router.post("/config")
+    def configure(caller: Asking, body: ConfigBody) -> Response:
+        """Settings of training for all jobs, from the next generation of each on."""
+        return change_answer(operations.configure(caller, None, **dict(body)))
+
+    @router.post("/config/{job}")
+    def configure_job(job: JobName, caller: Asking, body: ConfigBody) -> Response:
+        """Settings of training for one job, above those for all."""
+        return change_answer(operations.configure(caller, job, **dict(body)))
 
     return router
 

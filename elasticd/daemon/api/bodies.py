@@ -67,3 +67,12 @@ class ScaleBody(MayReason):
     max_nodes: Count | None = None
     if_revision: Annotated[int, Field(ge=1, lt=_LARGEST)] | None = None
     dry_run: bool = False
+
+
+class ConfigBody(MayReason):
+    """Settings of training to set, and names of those that are not to be set any more."""
+
+    give: Annotated[dict[Name, Value], Field(max_length=64, alias="set")] = {}
+    take: Annotated[list[Name], Field(max_length=64, alias="unset")] = []
+    if_revision: Annotated[int, Field(ge=0, lt=_LARGEST)] | None = None
+    dry_run: bool = False

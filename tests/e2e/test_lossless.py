@@ -1,0 +1,233 @@
+"""Nothing lost, nothing doubled: real agents, real workers that use `trainer`, and every sample counted where its loss was computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from elasticd.kv import EtcdKV, KVConfig
+from elasticd.rendezvous.keys import JobKeys
+from elasticd.rendezvous.records import CheckpointRecord
+from tests.e2e.nodes import now
+from tests.support.ledger import Count, count
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import MakeNodes
+    from tests.support.etcd import Server
+
+pytestmark = pytest.mark.timeout(180)
+
+SCRIPT = Path(__file__).with_name("elastic.py")
+SAMPLES = 640
+
+
+class Job:
+    """A job of nodes that train `elastic.py`."""
+
+    def __init__(self, server: Server, make_nodes: MakeNodes, *, steps: int = 0, least: int = 1, trainer: dict[str, Any] | None = None, **env: Any) -> None:
+        self.server, self.endless = server, not steps
+        variables = {
+            "STEPS": str(steps or 1_000_000),
+            "SAMPLES": str(SAMPLES),
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+            **{k: str(v) for k, v in env.items()},
+        }
+        settings = {"snapshot_every": 1, "checkpoint_every_s": 0.0, **(trainer or {})}
+        command = [sys.executable, "-u", str(SCRIPT)]
+        sizes = {"min_nodes": least, "max_nodes": 4, "desired": 4}
+        self.nodes = make_nodes([server.endpoint], argv=command, env=variables, trainer_file=settings, stop_grace=15.0, **sizes)
+
+    def begin(self, *names: str) -> None:
+        begun = now()
+        for name in names:
+            self.nodes.start(name)
+        self.nodes.stepping(len(names), after=begun)
+
+    def at_step(self, step: int, within: float = 60.0) -> None:
+        """Wait until a worker is at that step or beyond."""
+        self.nodes.await_(lambda: any(line["step"] >= step for line in self.nodes.steps()), f"step {step}", within=within)
+
+    def worker(self, node: str) -> int:
+        (pid,) = self.nodes.workers(node)
+        return int(pid)
+
+    def finish(self, *names: str) -> Count:
+        """Wait for success on these nodes, at once where no number of steps was given; what was counted."""
+        if self.endless:
+            (self.nodes.out / "enough").touch()
+        for name in names:
+            assert self.nodes.wait(name, within=120.0) == 0, self.nodes.story()
+        return self.count()
+
+    def count(self) -> Count:
+        return count(self.nodes.steps(), samples=SAMPLES)
+
+    def weights(self) -> set[str]:
+        return {json.loads(path.read_text())["weights"] for path in self.nodes.out.glob("result-*.json")}
+
+    def committed(self) -> CheckpointRecord | None:
+        with EtcdKV(KVConfig(endpoints=(self.server.endpoint,))) as kv:
+            held = kv.get(JobKeys("default", "job").checkpoint)
+        return CheckpointRecord.model_validate_json(held.value) if held else None
+
+
+def test_a_node_that_joins_and_one_that_leaves_cost_no_step_and_no_sample(server: Server, make_nodes: MakeNodes) -> None:
+    """1 -> 2 -> 1, planned both times."""
+    job = Job(server, make_nodes)
+    job.begin("a")
+    joined = now()
+    job.nodes.start("b")
+    job.nodes.stepping(2, after=joined)
+    left = now()
+    job.nodes.processes["a"].terminate()
+    job.nodes.stepping(1, after=left)
+    assert job.nodes.wait("a") == 0
+    counted = job.finish("b")
+    assert (sum(counted.lost), counted.repeated, counted.missed) == (0, 0, 0)
+
+
+def test_killed_workers_cost_a_step_at_most_and_the_weights_are_those_of_an_unbroken_run(server: Server, make_nodes: MakeNodes) -> None:
+    """SIGKILL at any instant, three times, at the same world size: bitwise equal in the end."""
+    job = Job(server, make_nodes, steps=60, least=2)
+    job.begin("a", "b")
+    for step in (10, 25, 40):
+        job.at_step(step)
+        at = now()
+        os.kill(job.worker(random.choice("ab")), signal.SIGKILL)
+        job.nodes.stepping(2, after=at)
+    counted = job.finish("a", "b")
+    assert (counted.steps, counted.repeated, counted.missed) == (60, 0, 0)
+    assert len(counted.lost) >= 3
+    assert max(counted.lost) <= 1
+    unbroken = Job(server, make_nodes, steps=60, least=2, STEP_TIME=0.0)
+    unbroken.nodes._config["job"] = "unbroken"
+    unbroken.begin("a", "b")
+    unbroken.finish("a", "b")
+    assert len(job.weights()) == 1
+    assert job.weights() == unbroken.weights()
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+def test_a_rank_that_dies_around_its_optimizer_step_while_the_other_finishes_it_leaves_one_state(server: Server, make_nodes: MakeNodes, where: str) -> None:
+    """The other may hold a newer snapshot: both begin with the newest that both have, and no sample is doubled."""
+    job = Job(server, make_nodes, steps=40, least=2, DIE=f"1:17:{where}")
+    job.begin("a", "b")
+    counted = job.finish("a", "b")
+    assert (counted.steps, counted.repeated, counted.missed) == (40, 0, 0)
+    assert (job.nodes.out / "died").exists()
+    assert sum(counted.lost) <= 1
+    assert len(job.weights()) == 1
+
+
+def test_a_lost_node_costs_a_step_at_most(server: Server, make_nodes: MakeNodes) -> None:
+    """SIGKILL of rank 0's agent: the survivor goes on from its own memory."""
+    job = Job(server, make_nodes)
+    job.begin("a", "b")
+    job.at_step(15)
+    at = now()
+    job.nodes.kill("a")
+    job.nodes.stepping(1, after=at)
+    counted = job.finish("b")
+    assert (counted.repeated, counted.missed) == (0, 0)
+    assert sum(counted.lost) <= 1
+    assert {event["source"] for event in job.nodes.events("b", "state_ready")} == {"memory"}
+
+
+def test_a_node_that_joins_takes_the_state_from_another_ones_memory(server: Server, make_nodes: MakeNodes) -> None:
+    job = Job(server, make_nodes)
+    job.begin("a")
+    joined = now()
+    job.nodes.start("b")
+    job.nodes.stepping(2, after=joined)
+    assert sum(job.finish("a", "b").lost) == 0
+    assert [event["source"] for event in job.nodes.events("b", "state_ready")] == ["a's memory"]
+    assert len(job.weights()) == 1
+
+
+def test_after_the_loss_of_all_nodes_at_once_the_committed_checkpoint_is_gone_on_from(server: Server, make_nodes: MakeNodes) -> None:
+    """Both disks hold it; what came after it is done again, once."""
+    job = Job(server, make_nodes, trainer={"checkpoint_every_s": 1.0})
+    job.begin("a", "b")
+    first = job.nodes.await_(job.committed, "a committed checkpoint")
+    assert first.holders == ("a", "b")
+    for name in ("a", "b"):
+        job.nodes.kill(name)
+    newest = job.committed()
+    assert newest is not None
+    job.begin("a", "b")
+    counted = job.finish("a", "b")
+    assert (counted.repeated, counted.missed) == (0, 0)
+    assert job.nodes.events("a", "state_ready")[-1]["step"] >= newest.step
+    last = job.committed()
+    assert last is not None
+    assert last.step == counted.steps, "the last state is written when the job succeeds"
+
+
+def test_a_job_that_is_left_by_its_only_node_is_written_down_first(server: Server, make_nodes: MakeNodes) -> None:
+    """SIGTERM to the agent, no other node: nothing is lost, and the next agent goes on from the disk."""
+    job = Job(server, make_nodes)
+    job.begin("a")
+    job.at_step(10)
+    job.nodes.processes["a"].terminate()
+    assert job.nodes.wait("a") == 0
+    job.begin("a")
+    counted = job.finish("a")
+    assert (sum(counted.lost), counted.repeated, counted.missed) == (0, 0, 0)
+
+
+def test_a_sigterm_that_reaches_one_worker_stops_all_at_one_step_and_the_job_goes_on(server: Server, make_nodes: MakeNodes) -> None:
+    """As from somebody's kill: no restart is charged."""
+    job = Job(server, make_nodes)
+    job.begin("a", "b")
+    job.at_step(10)
+    at = now()
+    before = len(job.nodes.events("a", "generation_formed"))
+    os.kill(job.worker("b"), signal.SIGTERM)
+    job.nodes.await_(lambda: len(job.nodes.events("a", "generation_formed")) > before, "the next generation")
+    job.nodes.stepping(2, after=at)
+    counted = job.finish("a", "b")
+    assert (sum(counted.lost), counted.repeated, counted.missed) == (0, 0, 0)
+    assert job.nodes.events("b", "worker_failed") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_fifty_random_rescales_repeat_and_miss_nothing(server: Server, make_nodes: MakeNodes) -> None:
+    """Worlds of 1 to 4, by joins, leaves, killed workers and killed nodes, over 10,000 samples an epoch."""
+    seed = int(os.environ.get("SEED", "0"))
+    rng = random.Random(seed)
+    samples = 10_000
+    job = Job(server, make_nodes, STEP_TIME=0.05, BATCH=96, MICRO=16)
+    job.nodes._config["env"]["SAMPLES"] = str(samples)
+    here = ["n0"]
+    job.begin("n0")
+    crashes = 0
+    for turn in range(1, 51):
+        at = now()
+        kinds = (["join"] if len(here) < 4 else []) + (["leave", "lose"] if len(here) > 1 else []) + ["worker"]
+        kind = rng.choice(kinds)
+        if kind == "join":
+            here.append(f"n{turn}")
+            job.nodes.start(here[-1])
+        elif kind == "worker":
+            os.kill(job.worker(rng.choice(here)), signal.SIGKILL)
+        else:
+            gone = here.pop(rng.randrange(len(here)))
+            if kind == "leave":
+                job.nodes.processes[gone].terminate()
+            else:
+                job.nodes.kill(gone)
+        crashes += kind in {"worker", "lose"}
+        job.nodes.stepping(len(here), after=at, within=90.0)
+        print(f"{turn}: {kind}, world {len(here)}", flush=True)
+    counted = count(job.nodes.steps(), samples=samples)
+    print(counted)
+    assert (counted.repeated, counted.missed) == (0, 0)
+    assert sum(counted.lost) <= crashes
