@@ -135,7 +135,8 @@ class Session:
             SetupError: an option or the module would crash or hang later.
         """
         options.setdefault("init_sync", self._resumed is None)  # else all ranks take over the same state anyway, and `agree` looks
-        model = wrap(module, self._agreement.wish, compress=compress or self.settings.compress.value, warm_up=self.settings.warm_up, **options)
+        compress, warm_up = self._of_rank_0(compress or self.settings.compress.value, self.settings.warm_up)
+        model = wrap(module, self._agreement.wish, compress=compress, warm_up=warm_up, **options)
         self._agreement.models.append(model)
         return model
 
@@ -278,6 +279,10 @@ class Session:
     def gather(self, data: bytes) -> list[bytes]:
         """What each rank gave, by rank. All ranks call it alike."""
         return self._world.gather(data)
+
+    def _of_rank_0(self, *values: Any) -> list[Any]:
+        """What rank 0 has: an operator may have changed a setting between two agents' looks at it, and ranks that differ would hang."""
+        return list(json.loads(self.gather(json.dumps(values).encode())[0]))
 
     def finish(self) -> None:
         """The run is done: its last state is kept. Returns when it is safe. Once is enough; `steps` does it when `epochs` or `max_steps` are reached."""

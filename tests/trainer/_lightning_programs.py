@@ -133,6 +133,7 @@ def train(
         "global_step": lit.global_step,
         "step": run.step,
         "epoch": lit.current_epoch,
+        "begun": lit.fit_loop.epoch_progress.total.ready,
         "validations": count.validations,
         "epochs": count.epochs,
         "stepped": lit.fit_loop.epoch_loop._batches_that_stepped,

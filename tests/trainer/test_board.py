@@ -146,6 +146,19 @@ def test_a_worker_waits_for_a_reader_and_all_get_the_same_buffer() -> None:
     board.close()
 
 
+def test_who_waits_may_still_have_what_was_skipped_when_nobody_would_wait() -> None:
+    """The last state of a run is that of a step whose own snapshot may have been skipped."""
+    board = Board.create(2, 2)
+    take(board, 1, 1, 2)
+    take(board, 1, 2, 2)
+    board.pin(0, 1, 1)
+    assert [board.begin(1, 3) for _ in range(2)] == [None, None]
+    board.unpin(0)
+    assert [board.begin(1, 3, wait=5.0) for _ in range(2)] == [0, 0]
+    assert [board.finish(0, 1, 3, rank) for rank in range(2)] == [False, True]
+    board.close()
+
+
 def test_a_wait_ends_and_then_counts_for_all() -> None:
     board = Board.create(2, 2)
     take(board, 1, 1, 2)

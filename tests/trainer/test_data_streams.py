@@ -9,13 +9,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
+from tests.support.children import children, forget
 from trainer import rng
 from trainer.data import ElasticLoader
 from trainer.errors import SetupError, StateError
@@ -25,8 +25,9 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(autouse=True)
 def _nobody_left() -> Iterator[None]:
+    forget()
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 class Counter:
@@ -276,8 +277,8 @@ def test_a_pass_over_a_stream_that_is_left_ends_its_workers() -> None:
     for step in loader:
         loader.done(step)
         if step.offset == 20:
-            assert len(psutil.Process().children()) == 2
+            assert len(children()) == 2
             break
     del step
-    assert psutil.Process().children() == []
+    assert children() == []
     assert loader.offset == 25

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, default_collate, get_worker_info
 
+from tests.support.children import children, forget
 from trainer import rng
 from trainer.data import ElasticLoader, workers
 
@@ -28,8 +29,9 @@ N = 30
 
 @pytest.fixture(autouse=True)
 def _nobody_left() -> Iterator[None]:
+    forget()
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 class Noisy:
@@ -218,7 +220,7 @@ def test_workers_stay_from_epoch_to_epoch_and_no_sample_is_lost_by_that() -> Non
         assert [columns[0] for columns in found] == [batch.tolist() for step in steps_of(reference) for batch in step]
         assert {told for columns in found for told in columns[2]} == {epoch}
         pids |= {pid for columns in found for pid in columns[1]}
-    assert pids == {child.pid for child in psutil.Process().children()}
+    assert pids == {child.pid for child in children()}
     assert len(pids) == 2
     loader.close()
 
@@ -227,10 +229,10 @@ def test_workers_end_with_the_epoch_if_they_are_not_to_stay() -> None:
     loader = ElasticLoader(range(N), batch_size=4, workers=1, persistent_workers=False)
     steps = iter(loader)
     loader.done(next(steps))
-    assert len(psutil.Process().children()) == 1
+    assert len(children()) == 1
     for step in steps:
         loader.done(step)
-    assert psutil.Process().children() == []
+    assert children() == []
     assert loader.epoch == 1
 
 
@@ -238,7 +240,7 @@ def test_a_closed_loader_can_be_read_again() -> None:
     loader = ElasticLoader(range(N), batch_size=4, workers=1)
     first = steps_of(loader, most=2)
     loader.close()
-    assert psutil.Process().children() == []
+    assert children() == []
     rest = steps_of(loader)
     loader.close()
     assert sorted(sample for step in first + rest for batch in step for sample in batch.tolist()) == list(range(N))
@@ -304,7 +306,7 @@ def test_workers_that_do_not_come_back_are_killed() -> None:
         patch.setattr(ElasticLoader, "fingerprint", lambda _self: "")
         steps = iter(loader)
         loader.done(next(steps))
-        assert len(psutil.Process().children()) == 2
+        assert len(children()) == 2
         began = time.monotonic()
         loader.close()
         assert time.monotonic() - began < 4

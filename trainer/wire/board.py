@@ -59,6 +59,7 @@ _BUFFERS_AT: Final = 256
 _BUFFER: Final = 32  # state at 0, pins at 4, generation and step at 8
 _DONE_AT: Final = 4096  # a byte for each local rank of each buffer
 _NOBODY: Final = (2**64 - 1, 2**64 - 1)
+_WAITED: Final = 1 << 63  # in the generation of what was skipped although somebody waited
 _MAX_PINS: Final = 1 << 16
 
 _within = threading.Lock()  # a record lock does not keep out another thread of its process
@@ -164,7 +165,8 @@ class Board:
         Args:
             generation: of the world that trains.
             step: optimizer steps done.
-            wait: seconds to wait for a reader to let go of a buffer, if that is what it takes.
+            wait: seconds to wait for a reader to let go of a buffer, if that is what it takes. All local ranks wait, or none does. What was skipped
+                before without waiting may still be had so.
 
         Returns:
             Its index; None to skip this snapshot, as all local ranks then do: there is no buffer to be had, or a state as new is held already.
@@ -178,14 +180,14 @@ class Board:
         while True:
             waits = time.monotonic() < deadline
             with self._locked():
-                decided, index = self._ticket(generation, step)
+                decided, index = self._ticket(generation, step, insist=wait > 0)
                 if not decided:
                     news = self._is_news(generation, step)
                     index = self._choose() if news else None
                     if index is not None:
                         self._label(index, generation, step)
                     elif not waits or not news:
-                        self._skip(generation, step)
+                        self._skip(generation | _WAITED if wait > 0 else generation, step)
                         decided = True
             if decided or index is not None:
                 return index
@@ -358,13 +360,13 @@ class Board:
     def _set_pins(self, index: int, pins: int) -> None:
         _PINS.pack_into(self._page, self._at(index) + 4, pins)
 
-    def _ticket(self, generation: int, step: int) -> tuple[bool, int | None]:
-        """(whether it is decided, index or None for a skipped one)."""
+    def _ticket(self, generation: int, step: int, *, insist: bool) -> tuple[bool, int | None]:
+        """(whether it is decided, index or None for a skipped one). `insist`: that it was skipped when nobody would wait decides nothing."""
         for index in range(self.buffers):
             if self._is(index, WRITING, generation, step):
                 return True, index
-        ring = (_PAIR.unpack_from(self._page, _RING_AT + place * _PAIR.size) for place in range(_RING))
-        return (generation, step) in ring, None
+        ring = {_PAIR.unpack_from(self._page, _RING_AT + place * _PAIR.size) for place in range(_RING)}
+        return (generation | _WAITED, step) in ring or (not insist and (generation, step) in ring), None
 
     def _is_news(self, generation: int, step: int) -> bool:
         newest = self._valid()[:1]
