@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt -e '.[dev,local]'
 	@touch $@
 
-run: $(STAMP) ## train the digits on two nodes of this machine, kill a worker on the way, see it replaced
+run: $(STAMP) ## train the digits on two nodes of this machine through a kill, a join and a drain, and count what that cost: nothing
 	@$(BIN)/python examples/run_digits.py
 
 test: $(STAMP) ## run every test that needs neither root nor a GPU nor many minutes

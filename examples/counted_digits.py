@@ -6,10 +6,11 @@ No two of the images are alike, so an image tells which sample it is. What is wr
 network was given.
 
 Writes under --out, beside what digits_elastic.py does, samples-RANK-PID.jsonl: one line for each forward pass in training, {"generation", "world",
-"rank", "step": steps done before it, "epoch", "ids": numbers of the samples in the training set, "at": seconds since the epoch}. A line lies in the
-file as soon as the pass begins, so that it outlives a kill.
+"rank", "step": steps done by then, "epoch", "ids": numbers of the samples in the training set, "at": seconds since the epoch}. It lies in the file as
+soon as the pass begins, and so outlives a kill. A worker that ends in any other way says with a last line, which has no ids, how many steps it did.
 
-The step's time is spent in the forward pass, as in real training, not after the optimizer as in digits_elastic.py.
+The step's time is spent in the forward pass, as in real training, not after the optimizer as in digits_elastic.py. For worlds of three at most: an
+epoch's last step has three samples, and a rank that gets none would be given one that does not count.
 """
 
 from __future__ import annotations
@@ -62,14 +63,20 @@ class Witness:
 
     def saw(self, model: nn.Module, inputs: tuple[torch.Tensor]) -> None:
         """A forward pass begins with these images, (N, 1, 8, 8)."""
-        if not model.training:
-            return
+        if model.training:
+            self._write([self._numbers[image.numpy().tobytes()] for image in inputs[0].cpu()])
+            time.sleep(self._forward_time)
+
+    def end(self) -> None:
+        """This worker ends, whatever the reason."""
+        if self._session is not None:
+            self._write([])
+
+    def _write(self, ids: list[int]) -> None:
         run = self._session
         assert run is not None
-        ids = [self._numbers[image.numpy().tobytes()] for image in inputs[0].cpu()]
         line = {"generation": run.generation, "world": run.world_size, "rank": run.rank, "step": run.step, "epoch": run.epoch, "ids": ids, "at": time.time()}
         self._file.write(json.dumps(line) + "\n")
-        time.sleep(self._forward_time)
 
 
 def main() -> None:
@@ -81,7 +88,10 @@ def main() -> None:
     sys.argv[1:] = ["--out", str(args.out), "--step-time", "0", *rest]
     witness = Witness(args.out, forward_time=args.forward_time)
     with patch.object(trainer, "join", witness.join), patch.object(digits_elastic, "build_model", witness.build_model):
-        digits_elastic.main()
+        try:
+            digits_elastic.main()
+        finally:
+            witness.end()
 
 
 if __name__ == "__main__":

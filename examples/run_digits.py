@@ -22,16 +22,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from digits_count import EPOCHS, FORWARD_TIME, SAMPLES, Count, Line, Witnesses, count
+
 SCRIPT = Path(__file__).with_name("counted_digits.py")
-EPOCHS = 12
-SAMPLES = 1347  # that one trains on: the 1,797 images less the quarter that the test gets
-SETTLED = 10  # steps after which a new world is said to train
 LEAVINGS = ("result.json", "result.json.partial", "summary.json", "rank-*.pid", "samples-*.jsonl")
 
 T = TypeVar("T")
@@ -44,117 +41,6 @@ class DemonstrationError(Exception):
 def say(text: str) -> None:
     """Print a line of the demonstration's own, told apart from those of the job."""
     print(f">>> {text}", flush=True)
-
-
-# --- counting ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forward:
-    """One forward pass of one worker. `step`: steps done before it; `at`: seconds since the epoch; the rest as counted_digits.py says."""
-
-    generation: int
-    world: int
-    rank: int
-    step: int
-    epoch: int
-    ids: tuple[int, ...]
-    at: float
-    pid: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Count:
-    """What became of the training.
-
-    Attributes:
-        steps: that are in the weights.
-        generations: of workers that trained.
-        lost: steps that a rank had finished, and that were done again.
-        repeated, missed: samples that an epoch had more than once, or not at all.
-    """
-
-    steps: int
-    generations: int
-    lost: int
-    repeated: int
-    missed: int
-
-    @property
-    def clean(self) -> bool:
-        """Whether nothing was lost, repeated or missed."""
-        return not (self.lost or self.repeated or self.missed)
-
-    def __str__(self) -> str:
-        return f"{self.lost} steps lost, {self.repeated} samples repeated, {self.missed} missed"
-
-
-def count(forwards: Iterable[Forward], *, epochs: int = EPOCHS, samples: int = SAMPLES) -> Count:
-    """Follow the generations one after the other: what a later one did again replaces what earlier ones had done.
-
-    A rank has finished a step if it began the next one. Who began a step before a change of generation thus loses all steps from the new one's first
-    to the one before his; the one that he was at does not count, for nobody can have finished it.
-    """
-    by_generation: dict[int, dict[int, list[Forward]]] = defaultdict(lambda: defaultdict(list))
-    for forward in forwards:
-        by_generation[forward.generation][forward.step].append(forward)
-    lost = 0
-    kept: dict[int, list[Forward]] = {}
-    for _, steps in sorted(by_generation.items()):
-        first = min(steps)
-        lost += max(0, max(kept, default=0) - first)
-        kept = {step: done for step, done in kept.items() if step < first} | steps
-    seen: dict[int, Counter[int]] = defaultdict(Counter)
-    for done in kept.values():
-        for forward in done:
-            seen[forward.epoch].update(forward.ids)
-    repeated = sum(times - 1 for epoch in seen.values() for times in epoch.values())
-    missed = sum(samples - len(seen[epoch]) for epoch in range(epochs))
-    return Count(steps=len(kept), generations=len(by_generation), lost=lost, repeated=repeated, missed=missed)
-
-
-class Witnesses:
-    """What the workers have written so far.
-
-    Args:
-        out: where their files are.
-
-    Attributes:
-        forwards: every pass of every worker, in no order; `read` adds to it.
-    """
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self._read: dict[Path, int] = {}
-        self.forwards: list[Forward] = []
-
-    def read(self) -> None:
-        """Take in what is new. A line that is not whole yet, or that a kill cut short, is left where it is."""
-        for path in self._out.glob("samples-*.jsonl"):
-            pid = int(path.stem.rpartition("-")[2])
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                whole = file.read().rpartition(b"\n")[0]
-            self._read[path] = self._read.get(path, 0) + (len(whole) + 1 if whole else 0)
-            self.forwards += [Forward(**line | {"ids": tuple(line["ids"]), "pid": pid}) for line in map(json.loads, whole.splitlines())]
-
-    @property
-    def newest(self) -> int:
-        """The generation that wrote last, 0 if none did."""
-        return max((forward.generation for forward in self.forwards), default=0)
-
-    def latest(self, rank: int) -> Forward | None:
-        """The last pass that the newest worker of this rank began."""
-        return max((forward for forward in self.forwards if forward.rank == rank), key=lambda forward: (forward.generation, forward.step), default=None)
-
-    def settled(self, *, world: int, after: int) -> list[Forward]:
-        """First pass of each rank in the newest generation, once it trains: it is of this many ranks, younger than `after`, and well on its way."""
-        newest = self.newest
-        of_newest = sorted((forward for forward in self.forwards if forward.generation == newest), key=lambda forward: forward.step)
-        firsts = {forward.rank: forward for forward in reversed(of_newest)}
-        if newest <= after or len(firsts) != world or of_newest[0].world != world or of_newest[-1].step - of_newest[0].step < SETTLED:
-            return []
-        return [firsts[rank] for rank in sorted(firsts)]
 
 
 # --- the job, disturbed --------------------------------------------------------------------------------------------------
@@ -227,7 +113,18 @@ class Demonstration:
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         arguments = ["run", "--nodes", "2", "--max-nodes", "3", "--min-nodes", "1", "--trainer", "snapshot_every=1"]
-        arguments += ["--summary", str(out / "summary.json"), "--", str(SCRIPT), "--out", str(out), "--epochs", str(EPOCHS)]
+        arguments += [
+            "--summary",
+            str(out / "summary.json"),
+            "--",
+            str(SCRIPT),
+            "--out",
+            str(out),
+            "--epochs",
+            str(EPOCHS),
+            "--forward-time",
+            str(FORWARD_TIME),
+        ]
         self._job = Elasticctl(arguments)
         self._all = [self._job]
 
@@ -251,39 +148,42 @@ class Demonstration:
     def kill_worker(self, *, rank: int, step: int) -> None:
         """SIGKILL, in the midst of a step; then see that another takes its place."""
 
-        def under_way() -> Forward | None:
-            latest = self.witnesses.latest(rank)
-            return latest if latest and latest.step >= step else None
+        def under_way() -> Line | None:
+            begun = self.witnesses.begun(rank)
+            return begun if begun and begun.step >= step else None
 
-        victim = self.until(under_way, f"nobody was killed, rank {rank} did not come to step {step}")
+        victim = self.until(under_way, f"nobody was killed, as rank {rank} was not seen in a step after {step}")
         os.kill(victim.pid, signal.SIGKILL)
-        say(f"step {victim.step} is under way: rank {rank}, pid {victim.pid}, is killed with SIGKILL in the midst of it")
         at = time.time()
-        firsts = self._settled(2, f"no worker took the place of rank {rank}, pid {victim.pid}", after=victim.generation)
-        successor = firsts[rank]
-        say(f"rank {rank} is pid {successor.pid} now, and began step {successor.step} {successor.at - at:.1f} s after the kill")
+        say(f"{victim.step} steps are done and the next is under way: rank {rank}, pid {victim.pid}, is killed with SIGKILL in the midst of it")
+        first = self._trains(2, f"no worker took the place of rank {rank}, pid {victim.pid}", after=victim.generation)[rank]
+        say(f"rank {rank} is pid {first.pid} now; {first.at - at:.1f} s after the kill it went on, with {first.step} steps done")
 
     def join_node(self) -> Elasticctl:
         """Start a third node, with the command that the job printed, and see that three train."""
         command = self.until(lambda: self._job.said(r"joins by: elasticctl (.+)"), "no node joined, as the job did not say how one does")
-        at, before = time.time(), self.witnesses.newest
-        say("a third node joins, by the command that the job has printed")
+        say("a third node joins, by the command that the job has printed; the two go on until it is there")
+        at = time.time()
         node = Elasticctl(shlex.split(command[1]), mark="  node-2: ")
         self._all.append(node)
-        first = self._settled(3, "three nodes never trained together", after=before)[0]
-        say(f"three nodes train, from step {first.step} on, {first.at - at:.1f} s after that; those before stopped together after step {first.step - 1}")
+        first = self._trains(3, "three nodes never trained together", after=self._generation)[0]
+        say(f"three nodes train, {first.at - at:.1f} s later, and went on with {first.step} steps done")
         return node
 
     def drain_node(self, node: Elasticctl) -> None:
         """Let it leave in order, and see that two go on."""
-        at, before = time.time(), self.witnesses.newest
-        say("that node is drained: SIGTERM to its elasticctl, and it leaves in order")
+        say("the third node is drained: its elasticctl gets SIGTERM, and it leaves in order")
+        at, before = time.time(), self._generation
         self._all.remove(node)
         node.process.terminate()
-        first = self._settled(2, "the third node was drained, but no two went on", after=before)[0]
-        say(f"two nodes train, from step {first.step} on, {first.at - at:.1f} s after that")
-        if node.wait(self._deadline - time.monotonic()) is None or not node.said("left in order"):
-            raise DemonstrationError(f"the third node did not leave in order; its exit code is {node.process.poll()}")
+        try:
+            first = self._trains(2, "the third node was drained, but no two went on", after=before)[0]
+            code = node.wait(self._deadline - time.monotonic())
+        finally:
+            node.end()
+        if not node.said("left in order"):
+            raise DemonstrationError(f"the third node did not leave in order: its elasticctl ended with {code}")
+        say(f"two nodes train, {first.at - at:.1f} s later, and went on with {first.step} steps done")
 
     def wait(self) -> None:
         """Until the job is done."""
@@ -299,8 +199,12 @@ class Demonstration:
         for one in reversed(self._all):
             one.end()
 
-    def _settled(self, world: int, otherwise: str, *, after: int) -> list[Forward]:
-        return self.until(lambda: self.witnesses.settled(world=world, after=after), otherwise)
+    @property
+    def _generation(self) -> int:
+        return self.witnesses.newest[0].generation
+
+    def _trains(self, world: int, otherwise: str, *, after: int) -> list[Line]:
+        return self.until(lambda: self.witnesses.trains(world, after=after), otherwise)
 
 
 # --- the end -------------------------------------------------------------------------------------------------------------
@@ -320,7 +224,7 @@ def check(out: Path, counted: Count, *, accuracy: float) -> None:
     """Compare what the run left behind, and what was counted, with what it promised, and say it."""
     summary, result = read_json(out / "summary.json"), read_json(out / "result.json")
     say(f"result {summary['result']}, test accuracy {result['accuracy']:.4f}")
-    say(f"counted: {counted.steps} steps in {counted.generations} generations, {EPOCHS} epochs of {SAMPLES} samples")
+    say(f"counted, from what the workers wrote: {counted.steps} steps by {counted.generations} generations, {EPOCHS} epochs of {SAMPLES} samples")
     broken = [
         (summary["result"] != "succeeded", f"the result is {summary['result']!r}, not 'succeeded'"),
         (result["accuracy"] < accuracy, f"the test accuracy is {result['accuracy']:.4f}, below {accuracy}"),
@@ -352,7 +256,7 @@ def run(args: argparse.Namespace) -> Count:
         demonstration.wait()
     finally:
         demonstration.end()
-    counted = count(demonstration.witnesses.forwards)
+    counted = count(demonstration.witnesses.lines)
     check(out, counted, accuracy=args.accuracy)
     return counted
 
