@@ -10,6 +10,7 @@ daemon_rss_mb             resident memory then
 api_p50_ms, api_p99_ms    GET /v1/status while the job trains, one request after the other
 status_wall_s             `elasticctl status` from start to end, while the job trains
 help_wall_s               `elasticctl --help`, likewise
+trainer_step_ratio        a step of 20 ms of two ranks with a trainer's session, over a bare DDP loop's (peer `ddp`), block by block
 *_x_import_typer          the same over `python -c "import typer"` (peer `floor`), run by run
 """
 
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from bench._common import Row, command, paired_ratio, print_table, progress, write_json
+from bench._overhead_trainer import trainer_step_ratio
 from elasticd.daemon.client import ApiClient
 from elasticd.errors import ElasticdError
 from elasticd.kv import EmbeddedEtcd, find_etcd
@@ -198,7 +200,7 @@ def judged(row: Row) -> Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20 s of idleness, 200 requests, 3 runs")
+    parser.add_argument("--quick", action="store_true", help="20 s of idleness, 200 requests, 3 runs, 8 blocks of steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--seconds", type=float, default=None, help="of idleness (120; 20 if quick)")
     parser.add_argument("--runs", type=int, default=None, help="of each command (11; 3 if quick)")
@@ -217,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         daemon.await_(lambda: daemon.steps, "steps of the job")
         rows += answers(daemon, 200 if options.quick else 2000)
         rows += commands(daemon, runs)
+    rows += trainer_step_ratio(8 if options.quick else 32)  # with nothing else there: it looks for hundredths of a step
     rows = [judged(row) for row in rows]
     print_table(rows, title="what elasticd costs")
     if options.json:
