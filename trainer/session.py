@@ -325,10 +325,10 @@ class Session:
             self._begin_all()
         if past or loader is self._loader:
             return
+        self._compare_data(loader)  # before the state is looked at, which on a rank with other data does not fit
         self._position(loader)
         self._loader = loader
         self._data = {}
-        self._compare_data(loader)
         self._since = time.perf_counter()
 
     def _position(self, loader: ElasticLoader) -> None:

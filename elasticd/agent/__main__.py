@@ -78,11 +78,15 @@ def run(config: AgentConfig, signals: Signals) -> Finish:
         states.attach(member)
         states.recall()
         inventory, lost = states.holdings()
-        member.start(inventory=inventory, lost=lost, fingerprint=fingerprint(config, os.environ))
+        parts = fingerprint(config, os.environ)
+        states.identify(parts)
+        member.start(inventory=inventory, lost=lost, fingerprint=parts)
         agent = JobAgent(config, member, ExecLauncher(), states, identity)
         states.call(agent.ring)
         signals.reach(agent)
         agent.run()
+        if agent.difference:
+            raise UsageError(f"node {config.node} differs from the others in {agent.difference}", remedy="make it alike, then start the job here again")
         if agent.finish is None:
             msg = "the agent ended without a result"
             raise ElasticdError(msg)

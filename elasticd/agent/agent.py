@@ -103,6 +103,10 @@ class JobAgent(SimpleElasticAgent):
         launcher: how workers are started.
         states: what the workers' states are kept in.
         identity: who they are; None: who the agent is.
+
+    Attributes:
+        finish: how it ended, once it has.
+        difference: in what this node differs from the others, if it left for that.
     """
 
     def __init__(self, config: AgentConfig, member: Member, launcher: Launcher, states: StateKeeper, identity: Identity | None = None) -> None:
@@ -129,6 +133,7 @@ class JobAgent(SimpleElasticAgent):
         self._checkpoint_asked = False
         self._signal_read, self._signal_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.finish: Finish | None = None
+        self.difference = ""
 
     # --- from outside ----------------------------------------------------------------------------------------------------
 
@@ -280,6 +285,9 @@ class JobAgent(SimpleElasticAgent):
             if len(exits) == self._config.nproc:
                 self._finished(current)
                 return
+            if self._states.difference:
+                self._differs(current)
+                return
             if self._states.failure:
                 self._unfit(current, self._states.failure)
                 return
@@ -371,6 +379,10 @@ class JobAgent(SimpleElasticAgent):
 
     def _worker_ended(self, current: _Running, exits: dict[int, int]) -> None:
         """A worker ended by itself and not with 0: by failure, or because somebody else than the agent asked all to stop."""
+        self._states.hear()
+        if self._states.difference:
+            self._differs(current)
+            return
         if all(code in (0, EXIT_STOPPED) for code in exits.values()) and any(map(self._states.stopped_as_asked, exits)):
             self._member.stopping()
             current.workers.stop(self._config.stop_grace)
@@ -378,8 +390,17 @@ class JobAgent(SimpleElasticAgent):
             return
         self._worker_failed(current, exits)
 
+    def _differs(self, current: _Running) -> None:
+        """This node's data are not those of the others: it leaves them alone, and is not started again before somebody has changed that."""
+        self._member.stopping()
+        current.workers.stop(0.0, signal.SIGKILL)
+        self.difference = self._states.difference
+        log.error("node_differs", generation=current.number, difference=self.difference, action="this node leaves the job")
+        self.leave()
+        self._report(current, None, why=f"{self._config.node} differs in {self.difference}"[:2000])
+
     def _unfit(self, current: _Running, why: str) -> None:
-        """This node cannot begin with the generation's state, or differs from the others."""
+        """This node cannot begin with the generation's state."""
         self._member.stopping()
         current.workers.stop(0.0, signal.SIGKILL)
         log.error("node_failed", generation=current.number, why=why)

@@ -94,13 +94,20 @@ class Channels:
             self._flush(talk)
             return local_rank in self._talks
 
-    def end(self) -> None:
-        """The workers are gone: hear what they said last, then hang up."""
+    def drain(self) -> None:
+        """Hear at once what workers have said up to now."""
         with self._lock:
             talks = tuple(self._talks.values())
         for talk in talks:
             while self._read(talk):
                 pass
+
+    def end(self) -> None:
+        """The workers are gone: hear what they said last, then hang up."""
+        self.drain()
+        with self._lock:
+            talks = tuple(self._talks.values())
+        for talk in talks:
             with self._lock:
                 if self._talks.get(talk.local_rank) is talk:
                     self._drop(talk.local_rank)

@@ -32,11 +32,11 @@ from elasticd.rendezvous.records import INVENTORY_MAX, SnapshotRef
 from trainer import checkpoint
 from trainer.errors import TrainerError
 from trainer.wire import channel
-from trainer.wire.layout import Layout
+from trainer.wire.layout import Layout, unpack_extras
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from elasticd.agent.config import AgentConfig
@@ -96,6 +96,7 @@ class StateKeeper:
         self._member: Member | None = None
         self._lost: list[str] = []
         self._uncommitted = False
+        self._fingerprint: Mapping[str, str] = {}
         self._root = checkpoint_root(config, settings)
         self._buffers = Buffers()
         self._committer = Committer(self._commit, config.keys.scope, settings.checkpoint_copies, settings.checkpoint_shared)
@@ -123,6 +124,10 @@ class StateKeeper:
     def call(self, ring: Callable[[], None]) -> None:
         """What to call, from any thread, when `failure` is to be looked at."""
         self._ring = ring
+
+    def identify(self, fingerprint: Mapping[str, str]) -> None:
+        """What this node trains with, by part, for the manifests of checkpoints."""
+        self._fingerprint = fingerprint
 
     def recall(self) -> None:
         """On a disk without a single checkpoint: fetch the newest copy from storage, so that a job outlives all of its machines."""
@@ -154,12 +159,20 @@ class StateKeeper:
 
     @property
     def failure(self) -> str:
-        """Why the generation at hand cannot go on here; "" while it can."""
+        """Why the generation at hand cannot begin here; "" while it can."""
         with self._lock:
-            at_hand = self._round
-            if at_hand is None:
-                return ""
-            return at_hand.failure or (f"{at_hand.unfit.part} differs: {at_hand.unfit.detail}" if at_hand.unfit else "")
+            return self._round.failure if self._round else ""
+
+    @property
+    def difference(self) -> str:
+        """In what this node differs from the others, as one of its workers found out; "" if in nothing."""
+        with self._lock:
+            unfit = self._round.unfit if self._round else None
+            return f"{unfit.part}: {unfit.detail}" if unfit else ""
+
+    def hear(self) -> None:
+        """Take in what workers have said up to now: who has just ended may have said why."""
+        self._channels.drain()
 
     @property
     def listening(self) -> tuple[int, ...]:
@@ -417,12 +430,24 @@ class StateKeeper:
             generation=generation,
             step=step,
             world={"nodes": len(record.members), "world_size": record.world_size},
+            data=self._cursor(generation, step),
+            fingerprint=self._fingerprint,
             packages=packages(),
         )
         if at_hand.node_rank == 0:
             self._uncommitted = True
         url = self._url if at_hand.node_rank == 0 else ""
         self._persister.want(info, lambda: self._buffers.reading(generation, step), url=url)
+
+    def _cursor(self, generation: int, step: int) -> dict[str, Any]:
+        """Where the data stands in that snapshot, for people who read the manifest: what counts is in the state itself."""
+        try:
+            with self._buffers.reading(generation, step) as (_header, image):
+                layout = self._buffers.layout
+                data = unpack_extras(layout.get_extras(image)).get("data") if layout else None
+        except (TrainerError, ValueError):
+            return {}
+        return data if isinstance(data, dict) else {}
 
     def _read(self, digest: str) -> AbstractContextManager[tuple[bytes, memoryview]]:
         """For a peer that fetches: from memory, else from disk."""

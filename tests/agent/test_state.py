@@ -452,14 +452,15 @@ def test_the_first_node_asks_for_checkpoints_by_the_clock_and_the_others_do_not(
         worker.die()
 
 
-def test_a_worker_that_finds_its_node_unfit_fails_it_with_the_difference(make: MakeAgent) -> None:
+def test_a_worker_that_finds_its_node_unfit_names_the_difference(make: MakeAgent) -> None:
     agent = make()
     agent.begin(1, "b", "a")
     worker = Worker(agent)
     worker.welcome()
     channel.send(worker.sock, channel.Unfit(part="data", detail="1,796 samples here, 1,797 on rank 0"))
     await_(lambda: agent.rung > 0, what="the main thread told")
-    assert agent.keeper.failure == "data differs: 1,796 samples here, 1,797 on rank 0"
+    assert agent.keeper.difference == "data: 1,796 samples here, 1,797 on rank 0"
+    assert agent.keeper.failure == ""
     worker.die()
 
 

@@ -197,6 +197,23 @@ def test_a_sigterm_that_reaches_one_worker_stops_all_at_one_step_and_the_job_goe
     assert job.nodes.events("b", "worker_failed") == []
 
 
+def test_a_node_whose_data_differ_leaves_by_itself_and_says_in_what(server: Server, make_nodes: MakeNodes) -> None:
+    """The other goes on from where it was; one restart is charged at most."""
+    job = Job(server, make_nodes)
+    job.begin("a")
+    job.at_step(5)
+    other = {**job.nodes._config["env"], "SAMPLES": str(SAMPLES - 1)}
+    job.nodes.start("b", env=other)
+    assert job.nodes.wait("b") == 2
+    said = job.nodes.events("b", "agent_exit")[-1]["reason"]
+    assert "node b differs from the others in data" in said
+    at = now()
+    job.nodes.stepping(1, after=at)
+    counted = job.finish("a")
+    assert (counted.repeated, counted.missed) == (0, 0)
+    assert job.nodes.wait("a") == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_fifty_random_rescales_repeat_and_miss_nothing(server: Server, make_nodes: MakeNodes) -> None:
