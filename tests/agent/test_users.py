@@ -375,7 +375,7 @@ cat "$KEY" && echo read the key
 ls "$STATE" && echo saw the locks
 kill -0 $PPID && echo may signal the agent
 cat /proc/$PPID/environ && echo read the environment of the agent
-id -un; echo "$HOME $USER $LOGNAME"; ls /proc/$$/fd
+id -un; echo "$HOME $USER $LOGNAME"; ls /proc/$$/fd | grep -vx "$ELASTICD_CHANNEL_FD"; readlink "/proc/$$/fd/$ELASTICD_CHANNEL_FD" | cut -d : -f 1
 printf '{"message": {"message": "ValueError: no such layer", "extraInfo": {"timestamp": "1700000000"}}}' > "$TORCHELASTIC_ERROR_FILE"
 exit 3
 """
@@ -383,7 +383,7 @@ exit 3
 
 @pytest.mark.timeout(120)
 def test_a_job_runs_as_its_user_who_learns_nothing_of_the_agent(secure: tuple[Server, dict[str, Any]], public: Path, somebody: Identity) -> None:
-    """Configuration, key, locks and environment are closed to it; why it failed comes out all the same."""
+    """Configuration, key, locks and environment are closed to it, and of the agent's files it has its own conversation alone; why it failed comes out."""
     server, files = secure
     folder, result = public / "nodes", public / "result.json"
     spied = {"CONFIG": str(folder / "a.json"), "KEY": files["key"], "STATE": str(folder / "state")}
@@ -400,7 +400,7 @@ def test_a_job_runs_as_its_user_who_learns_nothing_of_the_agent(secure: tuple[Se
         told = json.loads(result.read_text())
         assert "rank 0 on a: exit code 3: ValueError: no such layer" in told["reason"]
         rank = Path(nodes.events("a", "workers_started")[0]["logs"]) / "rank-0"
-        assert (rank / "stdout.log").read_text() == f"{USER}\n{somebody.home} {USER} {USER}\n0\n1\n2\n"
+        assert (rank / "stdout.log").read_text() == f"{USER}\n{somebody.home} {USER} {USER}\n0\n1\n2\nsocket\n"
         errors = (rank / "stderr.log").read_text()
         denied = sorted(line.rpartition(": ")[0].split(": ")[-1].strip("'").rpartition("/")[2] for line in errors.splitlines() if "ermission denied" in line)
         assert denied == ["a.json", "agent.key", "environ", "state"]

@@ -41,7 +41,7 @@ class Job:
         }
         settings = {"snapshot_every": 1, "checkpoint_every_s": 0.0, **(trainer or {})}
         command = [sys.executable, "-u", str(SCRIPT)]
-        sizes = {"min_nodes": least, "max_nodes": 4, "desired": 4}
+        sizes = {"min_nodes": least, "max_nodes": 4, "desired": 4, "max_restarts": 1000}
         self.nodes = make_nodes([server.endpoint], argv=command, env=variables, trainer_file=settings, stop_grace=15.0, **sizes)
 
     def begin(self, *names: str) -> None:
