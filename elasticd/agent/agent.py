@@ -57,6 +57,8 @@ log = structlog.get_logger("elasticd.agent")
 
 CHECK_EVERY: Final = 1.0
 """Seconds between looks at workers and directive when nothing wakes the loop: events do, this is the net below them."""
+PAUSE_UNFIT: Final = 1.0
+"""Seconds before a generation that could not begin here is reported."""
 PROBE_ALL_UP_TO: Final = 64
 """Members probed one by one after a failed formation; in larger worlds only the neighbours are."""
 
@@ -400,12 +402,17 @@ class JobAgent(SimpleElasticAgent):
         self._report(current, None, why=f"{self._config.node} differs in {self.difference}"[:2000])
 
     def _unfit(self, current: _Running, why: str) -> None:
-        """This node cannot begin with the generation's state."""
+        """This node cannot begin with the generation's state: it is as good as cut from those who hold it (PROTOCOL 16), and they go on without it."""
         self._member.stopping()
         current.workers.stop(0.0, signal.SIGKILL)
         log.error("node_failed", generation=current.number, why=why)
         detail = f"{self._config.node}: {why}"[:2000]
-        self._report(current, Outcome(generation=current.number, result=Result.FAILED, detail=detail), why=detail)
+        generation = current.assignment.generation
+        holders = set(generation.resume.holders) - {self._config.node} if generation.resume else set[str]()
+        apart = tuple(identity.incarnation for identity in generation.ids if identity.node in holders)
+        self._wait(current, PAUSE_UNFIT)  # where all are needed it is tried again, and must not spin
+        outcome = None if apart else Outcome(generation=current.number, result=Result.FAILED, detail=detail)
+        self._report(current, outcome, why=detail, broken=apart)
 
     def _worker_failed(self, current: _Running, exits: dict[int, int]) -> None:
         """A worker ended by itself, and not well: the others of this node cannot go on without it."""

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elasticd.kv import EtcdKV, KVConfig
+from elasticd.kv import EtcdKV, KVConfig, TLSFiles
 from elasticd.rendezvous.keys import JobKeys
 from elasticd.rendezvous.records import CheckpointRecord
 from tests.e2e.nodes import now
+from tests.support.etcd import Authority, Server, running
 from tests.support.ledger import Count, count
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import MakeNodes
-    from tests.support.etcd import Server
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -31,7 +31,17 @@ SAMPLES = 640
 class Job:
     """A job of nodes that train `elastic.py`."""
 
-    def __init__(self, server: Server, make_nodes: MakeNodes, *, steps: int = 0, least: int = 1, trainer: dict[str, Any] | None = None, **env: Any) -> None:
+    def __init__(
+        self,
+        server: Server,
+        make_nodes: MakeNodes,
+        *,
+        steps: int = 0,
+        least: int = 1,
+        trainer: dict[str, Any] | None = None,
+        tls: TLSFiles | None = None,
+        **env: Any,
+    ) -> None:
         self.server, self.endless = server, not steps
         variables = {
             "STEPS": str(steps or 1_000_000),
@@ -41,8 +51,9 @@ class Job:
         }
         settings = {"snapshot_every": 1, "checkpoint_every_s": 0.0, **(trainer or {})}
         command = [sys.executable, "-u", str(SCRIPT)]
+        files = {"cacert": str(tls.cacert), "cert": str(tls.cert), "key": str(tls.key)} if tls else {}
         sizes = {"min_nodes": least, "max_nodes": 4, "desired": 4, "max_restarts": 1000}
-        self.nodes = make_nodes([server.endpoint], argv=command, env=variables, trainer_file=settings, stop_grace=15.0, **sizes)
+        self.nodes = make_nodes([server.endpoint], argv=command, env=variables, trainer_file=settings, stop_grace=15.0, **sizes, **files)
 
     def begin(self, *names: str) -> None:
         begun = now()
@@ -149,6 +160,30 @@ def test_a_node_that_joins_takes_the_state_from_another_ones_memory(server: Serv
     assert sum(job.finish("a", "b").lost) == 0
     assert [event["source"] for event in job.nodes.events("b", "state_ready")] == ["a's memory"]
     assert len(job.weights()) == 1
+
+
+@pytest.mark.parametrize("name", ["elasticd-node-a", "somebody"])
+def test_states_travel_under_the_nodes_certificates_alone(binary: Path, tmp_path: Path, make_nodes: MakeNodes, name: str) -> None:
+    """Etcd speaks TLS alone, and so does each agent that gives its state to another. A node that gets none is left out; the job goes on."""
+    authority = Authority(tmp_path)
+    node = authority.issue("node", common_name=name)
+    tls = TLSFiles(cacert=authority.cacert, cert=node.cert, key=node.key)
+    with running(Server(binary, tmp_path / "etcd", tls=(authority, authority.issue("server")))) as server:
+        job = Job(server, make_nodes, tls=tls)
+        job.begin("a")
+        joined = now()
+        job.nodes.start("b")
+        if name == "somebody":
+            job.nodes.await_(lambda: job.nodes.events("b", "state_not_to_be_had"), "b's refusal", within=60.0)
+            at = now()
+            job.nodes.stepping(1, after=at)
+            assert "no node's" in job.nodes.events("b", "state_not_to_be_had")[0]["why"]
+            counted = job.finish("a")
+        else:
+            job.nodes.stepping(2, after=joined)
+            counted = job.finish("a", "b")
+            assert [event["source"] for event in job.nodes.events("b", "state_ready")] == ["a's memory"]
+    assert (sum(counted.lost), counted.repeated, counted.missed) == (0, 0, 0)
 
 
 def test_after_the_loss_of_all_nodes_at_once_the_committed_checkpoint_is_gone_on_from(server: Server, make_nodes: MakeNodes) -> None:
