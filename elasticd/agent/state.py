@@ -96,6 +96,7 @@ class StateKeeper:
         self._member: Member | None = None
         self._lost: list[str] = []
         self._uncommitted = False
+        self._ordered: tuple[int, int] | None = None
         self._fingerprint: Mapping[str, str] = {}
         self._root = checkpoint_root(config, settings)
         self._buffers = Buffers()
@@ -369,6 +370,7 @@ class StateKeeper:
         except ElasticdError as error:
             log.warning("settings_kept", why=str(error))
         self._persister.keep = keep_of(self._settings)
+        self._committer.copies = self._settings.checkpoint_copies
 
     def _obtain(self, resume: ResumePoint, generation: int) -> str:
         member = self._member
@@ -423,8 +425,9 @@ class StateKeeper:
         record, settings = at_hand.record, self._settings
         if not writes(at_hand.node_rank, copies=settings.checkpoint_copies, shared=settings.checkpoint_shared):
             return
-        if generation != record.number:
-            return
+        if generation != record.number or (generation, step) == self._ordered:
+            return  # of another world; or a worker wanted it, and then nothing newer came
+        self._ordered = (generation, step)
         info = checkpoint.Info(
             job=self._config.job,
             generation=generation,

@@ -326,6 +326,32 @@ def test_a_wanted_checkpoint_is_written_and_committed_by_the_only_node(make: Mak
     worker.die()
 
 
+def test_a_state_that_was_written_already_is_not_written_again_when_the_job_ends(make: MakeAgent, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = make()
+    agent.begin(1)
+    worker = Worker(agent)
+    worker.trains(1, 1, 2, persist=True)
+    worker.die()
+    agent.keeper.gone()
+    assert agent.keeper.settle(10)
+    agent.keeper.write_newest()
+    assert agent.keeper.settle(10)
+    assert capsys.readouterr().out.count("checkpoint_written") == 1
+    assert len(agent.member.commits) == 1
+
+
+def test_the_newest_snapshot_is_written_when_the_job_ends_though_nobody_asked_for_it(make: MakeAgent) -> None:
+    agent = make()
+    agent.begin(1)
+    worker = Worker(agent)
+    worker.trains(1, 1, 2)
+    worker.die()
+    agent.keeper.gone()
+    agent.keeper.write_newest()
+    assert agent.keeper.settle(10)
+    assert [(record.generation, record.step) for record in agent.member.commits] == [(1, 2)]
+
+
 def test_two_nodes_write_and_the_first_commits_once_both_have(make: MakeAgent) -> None:
     first, second, third = make("a"), make("b"), make("c")
     first.known_to(second, third)
