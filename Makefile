@@ -58,7 +58,7 @@ test-gpu: $(STAMP) ## run the tests that need a CUDA device
 
 # Root for namespaces and mounts, and for other users: most boot hosts of their own. .ci/run brings what they need.
 test-cluster: $(if $(filter 0,$(shell id -u)),$(STAMP)) ## run the tests that need root: several hosts with a systemd each, other users
-	@if [ "$$(id -u)" != 0 ]; then echo "test-cluster: skipped, it needs root"; else $(BIN)/python -m pytest -q -m root $(ARGS); fi
+	@if [ "$$(id -u)" != 0 ]; then echo "test-cluster: skipped, it needs root"; else $(BIN)/python -m pytest -q -m 'root and not slow' $(ARGS); fi
 
 check: $(STAMP) ## ruff, mypy --strict, and the import arrows
 	@$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from bench._checkpoint_state import shapes
+from bench._checkpoint_state import parameters, shapes
 from trainer.snapshot import Snapshots
 from trainer.wire.layout import Layout, pack_extras
 
@@ -150,15 +150,42 @@ def first_dcp(job: Mapping[str, Any]) -> Seconds:
 
 
 def fresh(job: Mapping[str, Any]) -> Seconds:
-    """New tensors in a new worker: from its first sight of the buffers until they are there."""
+    """A new worker: the model into the tensors that the script has just made, as a script does, the optimizer's share into new ones."""
+    floor = Floor(Layout.parse(Path(job["header"]).read_text()).size)
+    row = {"floor": floor()}
+    snapshots = attached(job, {})
+    index = job["index"]
+    names = list(snapshots.view(index))
+    model = parameters(job["size"])
+    began = time.perf_counter()
+    copies = snapshots.copies(index, [name for name in names if name not in model])
+    row["begin"] = time.perf_counter() - began
+    made = {name: torch.empty(shape).normal_(std=0.02) for name, shape in model.items()}
+    row["built"] = time.perf_counter() - began
+    began = time.perf_counter()
+    snapshots.restore(index, made, partial=True)
+    made |= copies.take(snapshots.view(index), [name for name in names if name not in model])
+    row["fresh"] = time.perf_counter() - began
+    assert float(made["embedding"].reshape(-1)[-1]) == 0.5
+    assert float(made["adam.embedding.exp_avg"].reshape(-1)[-1]) != 0
+    row["floor_2"] = floor()
+    copies.close()
+    snapshots.close()
+    return row
+
+
+def fresh_at_once(job: Mapping[str, Any]) -> Seconds:
+    """All into new tensors of a new worker: from its first sight of the buffers until they are there."""
     floor = Floor(Layout.parse(Path(job["header"]).read_text()).size)
     row = {"floor": floor()}
     began = time.perf_counter()
     snapshots = attached(job, {})
-    made = snapshots.fresh(job["index"])
+    copies = snapshots.copies(job["index"], ())
+    made = copies.take(snapshots.view(job["index"]), [entry.name for entry in snapshots.layout.tensors])
     row["fresh"] = time.perf_counter() - began
     assert float(made["embedding"].reshape(-1)[-1]) == 0.5
     row["floor_2"] = floor()
+    copies.close()
     snapshots.close()
     return row
 
@@ -173,7 +200,15 @@ def fresh_torch(job: Mapping[str, Any]) -> Seconds:
 def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(job["threads"])
-    result = {"repeated": repeated, "first": first, "first_dcp": first_dcp, "fresh": fresh, "fresh_torch": fresh_torch}[job["do"]](job)
+    known = {
+        "repeated": repeated,
+        "first": first,
+        "first_dcp": first_dcp,
+        "fresh": fresh,
+        "fresh_at_once": fresh_at_once,
+        "fresh_torch": fresh_torch,
+    }
+    result = known[job["do"]](job)
     print(json.dumps(result))
     sys.stdout.flush()
     os._exit(0)  # what DCP's threads still hold is not waited for

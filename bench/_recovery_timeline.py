@@ -133,7 +133,7 @@ def phases(event: str, at: float, logs: Mapping[str, Lines], workers: Sequence[W
     """
     cuts = _Cuts(at)
     generation = _generation_of(logs, {worker.pid for worker in workers})
-    formed = max((_at(line) for line in _named(logs, "generation_formed") if line["number"] == generation), default=at)
+    formed = max((_at(line) for line in _named(logs, "generation_formed") if line["generation"] == generation), default=at)
     recent = {node: [line for line in lines if at < _at(line) <= formed] for node, lines in logs.items()}
     detect = cuts.upto(_sign(event, recent))
     agree = cuts.upto(_told(recent))
@@ -161,7 +161,7 @@ def without_startup(event: str, at: float, workers: Sequence[Worker], cut: Phase
 
 def generations(at: float, logs: Mapping[str, Lines]) -> int:
     """How many generations formed after the event: more than one, and something else happened meanwhile, such as a lease lost to a busy machine."""
-    return len({line["number"] for line in _named(logs, "generation_formed") if _at(line) > at})
+    return len({line["generation"] for line in _named(logs, "generation_formed") if _at(line) > at})
 
 
 class _Cuts:
@@ -178,7 +178,7 @@ class _Cuts:
 
 
 def _at(line: Mapping[str, Any]) -> float:
-    return datetime.fromisoformat(line["timestamp"]).timestamp()
+    return datetime.fromisoformat(line["time"]).timestamp()
 
 
 def _named(logs: Mapping[str, Lines], name: str) -> list[Mapping[str, Any]]:

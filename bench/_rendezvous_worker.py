@@ -20,6 +20,7 @@ import select
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -150,14 +151,13 @@ class _Fleet:
 
 
 def _total(stats: list[KVStats]) -> dict[str, Any]:
-    total = dataclasses.asdict(KVStats())
+    """Their counters together; when one of them was answered last is no count."""
+    total: dict[str, Any] = {}
     for one in stats:
         for name, value in dataclasses.asdict(one).items():
-            if name == "by_operation":
-                for operation, count in value.items():
-                    total[name][operation] = total[name].get(operation, 0) + count
-            else:
-                total[name] += value
+            if isinstance(value, int):
+                total[name] = total.get(name, 0) + value
+    total["by_operation"] = dict(sum((Counter(one.by_operation) for one in stats), Counter()))
     return total
 
 

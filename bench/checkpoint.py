@@ -12,7 +12,8 @@ snapshot_blocking      a step waits for a snapshot. dcp: async_save with a stage
 snapshot_first         the first one of a new worker, after a step of 0.25 s
 snapshot_first_at_once the same, right after it has got the buffers
 restore_memory         into the tensors that are there. dcp, torch.save: load from the page cache into the same tensors
-restore_fresh          into new tensors of a new worker, its mapping of the buffers included. torch.save: torch.load
+restore_fresh          of a new worker, from the moment its script has built its model: that in place, the optimizer's share into new tensors
+restore_fresh_at_once  all into new tensors, from the first sight of the buffers. torch.save: torch.load
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from trainer.wire.layout import Layout
 ROOT: Final = Path(__file__).resolve().parent.parent
 _EXTRAS: Final = 4096
 _AT_ONCE: Final = "snapshot_first_at_once"
+_FRESH_AT_ONCE: Final = "restore_fresh_at_once"
 _STEP_SECONDS: Final = 0.25
 _TARGETS: Final = {"snapshot_blocking": 1.2, "snapshot_first": 1.7, "restore_memory": 1.5, "restore_fresh": 3.0}
 
@@ -111,14 +113,15 @@ class Bench:
                 (_AT_ONCE, "elasticd", "first", {"wait": 0.0}),
                 ("snapshot_first", "dcp", "first_dcp", {}),
                 ("restore_fresh", "elasticd", "fresh", {}),
-                ("restore_fresh", "torch.save", "fresh_torch", {}),
+                (_FRESH_AT_ONCE, "elasticd", "fresh_at_once", {}),
+                (_FRESH_AT_ONCE, "torch.save", "fresh_torch", {}),
             ]
             for name, peer, do, values in jobs:
                 newest = self.buffers.held()[0].index
                 found.setdefault((name, peer), []).append(self.worker(do, index=newest, **values))
         rows: list[Row] = []
         for (name, peer), measured in found.items():
-            rows += self._both(name, peer, measured, "fresh" if name == "restore_fresh" else "take", ("floor", "floor_2"))
+            rows += self._both(name, peer, measured, "fresh" if name.startswith("restore_fresh") else "take", ("floor", "floor_2"))
         return rows
 
     def _both(self, name: str, peer: str, measured: Sequence[Seconds], what: str, floors: tuple[str, str]) -> list[Row]:

@@ -8,9 +8,13 @@ row                       what
 daemon_cpu_percent        of a core, while no job runs, over --seconds
 daemon_rss_mb             resident memory then
 api_p50_ms, api_p99_ms    GET /v1/status while the job trains, one request after the other
+metrics_ms                GET /metrics of a node of eight ranks and eight GPUs in which every metric has a number; NVML is a stand-in
+metrics_series            series in it
 status_wall_s             `elasticctl status` from start to end, while the job trains
 help_wall_s               `elasticctl --help`, likewise
 trainer_step_ratio        a step of 20 ms of two ranks with a trainer's session, over a bare DDP loop's (peer `ddp`), block by block
+telemetry_step_ratio      the same with a session's telemetry, over one without (peer `off`)
+telemetry_window_ms       making and sending what is said once a second
 *_x_import_typer          the same over `python -c "import typer"` (peer `floor`), run by run
 """
 
@@ -32,7 +36,8 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from bench._common import Row, command, paired_ratio, print_table, progress, write_json
-from bench._overhead_trainer import trainer_step_ratio
+from bench._overhead_metrics import scrapes
+from bench._overhead_trainer import telemetry_step_ratio, trainer_step_ratio
 from elasticd.daemon.client import ApiClient
 from elasticd.errors import ElasticdError
 from elasticd.kv import EmbeddedEtcd, find_etcd
@@ -42,7 +47,15 @@ if TYPE_CHECKING:
 
 SCRIPT: Final = Path(__file__).with_name("_recovery_script.py")
 ROOT: Final = Path(__file__).resolve().parent.parent
-_TARGETS: Final = {"daemon_cpu_percent": 1.0, "daemon_rss_mb": 100.0, "api_p99_ms": 50.0, "status_wall_s": 0.5, "help_wall_s_x_import_typer": 2.5}
+_TARGETS: Final = {
+    "daemon_cpu_percent": 1.0,
+    "daemon_rss_mb": 100.0,
+    "api_p99_ms": 50.0,
+    "metrics_ms": 20.0,
+    "metrics_series": 300.0,
+    "status_wall_s": 0.5,
+    "help_wall_s_x_import_typer": 2.5,
+}
 
 
 class BenchError(Exception):
@@ -219,7 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         daemon.await_(lambda: daemon.steps, "steps of the job")
         rows += answers(daemon, 200 if options.quick else 2000)
         rows += commands(daemon, runs)
+    rows += scrapes(10 if options.quick else 50)
     rows += trainer_step_ratio(8 if options.quick else 32)  # with nothing else there: it looks for hundredths of a step
+    rows += telemetry_step_ratio(8 if options.quick else 64)
     rows = [judged(row) for row in rows]
     print_table(rows, title="what elasticd costs")
     if options.json:

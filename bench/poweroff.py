@@ -106,7 +106,7 @@ class Cut:
         if not proposed or not all(worlds.values()):
             return None
         number = min(steps[0]["generation"] for steps in worlds.values())
-        formed = [at(line) for line in lines if line["event"] == "generation_formed" and line["number"] == number]
+        formed = [at(line) for line in lines if line["event"] == "generation_formed" and line["generation"] == number]
         stepped = [next(step["at"] for step in steps if step["generation"] == number) for steps in worlds.values()]
         gone = min([*doubted, *proposed])
         return cls(

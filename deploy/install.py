@@ -45,7 +45,7 @@ CONFIGURATION: Final = {
     "elasticd.toml": Path("/etc/elasticd/elasticd.toml"),
     "jobs.d/example.toml.disabled": Path("/etc/elasticd/jobs.d/example.toml.disabled"),
 }
-SHARED: Final = ("deploy/systemd/elasticd.toml", "deploy/systemd/jobs.d/example.toml.disabled", "docs/operations.md", "docs/api.md")
+SHARED: Final = ("deploy/systemd/elasticd.toml", "deploy/systemd/jobs.d/example.toml.disabled", "docs/operations.md", "docs/api.md", "docs/metrics.md")
 """What each version keeps in share/elasticd: its configuration as it would be written anew, and what a person reads in an emergency."""
 LEFT: Final = "/etc/elasticd, /etc/credstore, /var/lib/elasticd, /var/log/elasticd, the user elasticd and its groups"
 _POLKITD: Final = ("/usr/lib/polkit-1/polkitd", "/usr/libexec/polkitd", "/usr/lib/policykit-1/polkitd")

@@ -10,6 +10,7 @@ import select
 import socket
 import time
 from collections.abc import MutableMapping
+from contextlib import suppress
 from typing import Final
 
 from trainer.errors import ChannelError
@@ -59,6 +60,7 @@ class AgentKeeper:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._lent: channel.Buffers | None = None
+        self._unsent = memoryview(b"")
         channel.send(sock, channel.Hello(rank=rank, local_rank=local_rank, pid=os.getpid()))
         self.beginning: Beginning | None = None
         # No deadline: a state may have to come from another node first. A signal still ends us, there is no handler yet.
@@ -66,6 +68,7 @@ class AgentKeeper:
         welcome = self._await_welcome()
         self.generation = welcome.generation
         self.settings = Settings.model_validate(welcome.settings)
+        self.skip = welcome.skip
         self._begin(welcome)
         for message in self._early:
             self._take(message)
@@ -80,7 +83,7 @@ class AgentKeeper:
     def describe(self, layout: Layout) -> None:
         """See `Keeper`."""
         self._drop()
-        channel.send(self._sock, channel.Describe(header=layout.header_text, size=layout.size))
+        self._say(channel.Describe(header=layout.header_text, size=layout.size))
 
     def lend(self, *, wait: float = 0.0) -> Lent | None:
         """See `Keeper`."""
@@ -94,22 +97,40 @@ class AgentKeeper:
 
     def restored(self, step: int, digest: str, seconds: float) -> None:
         """See `Keeper`."""
-        channel.send(self._sock, channel.Restored(step=step, digest=digest, seconds=seconds))
+        self._say(channel.Restored(step=step, digest=digest, seconds=seconds))
 
     def sealed(self, step: int, index: int) -> None:
         """See `Keeper`."""
-        channel.send(self._sock, channel.Sealed(generation=self.generation, step=step, index=index, persist=True))
+        self._say(channel.Sealed(generation=self.generation, step=step, index=index, persist=True))
 
     def stopped(self, step: int, *, saved: bool, reason: str) -> None:
         """See `Keeper`. The agent reads it whenever it likes: nothing is to be waited for."""
-        channel.send(self._sock, channel.Stopped(step=step, saved=saved, reason=reason))
+        self._say(channel.Stopped(step=step, saved=saved, reason=reason))
 
     def unfit(self, part: str, detail: str) -> None:
         """See `Keeper`."""
-        channel.send(self._sock, channel.Unfit(part=part, detail=detail))
+        self._say(channel.Unfit(part=part, detail=detail))
+
+    def tell(self, message: channel.Telemetry | channel.Ranks, *, wait: float = 0.0) -> bool:
+        """See `Keeper`. An agent that is gone is `look`'s to find."""
+        deadline = time.monotonic() + wait
+        try:
+            if not self._push(deadline):
+                return False
+            data = memoryview(channel.encode(message))
+            self._unsent = data
+            if not self._push(deadline) and len(self._unsent) == len(data):
+                self._unsent = memoryview(b"")
+                return False
+        except OSError:
+            self._unsent = memoryview(b"")
+            return False
+        return True  # if a part of it was taken, the rest goes before anything else
 
     def close(self) -> None:
         """See `Keeper`. The channel stays open until the process ends: a worker that hangs up has failed."""
+        with suppress(ChannelError):
+            self._flush()
         self._drop()
 
     def _await_welcome(self) -> channel.Welcome:
@@ -130,6 +151,36 @@ class AgentKeeper:
         if welcome.resume >= len(lent.buffers):
             raise ChannelError(f"the agent speaks of a state in buffer {welcome.resume}, and sent {len(welcome.fds)} descriptors")
         self.beginning = Beginning(lent=lent, index=welcome.resume, step=welcome.step, layout=Layout.parse(welcome.header))
+
+    def _say(self, message: channel.Message) -> None:
+        self._flush()
+        channel.send(self._sock, message)
+
+    def _flush(self) -> None:
+        rest, self._unsent = self._unsent, memoryview(b"")
+        if rest:
+            try:
+                self._sock.sendall(rest)
+            except OSError as error:
+                raise ChannelError(f"cannot send: {error.strerror or error}") from None
+
+    def _push(self, deadline: float) -> bool:
+        """Send what is begun, as far as there is room for it; whether nothing is left.
+
+        Raises:
+            OSError: the other side is gone.
+        """
+        while self._unsent:
+            try:
+                self._unsent = self._unsent[self._sock.send(self._unsent, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                left = deadline - time.monotonic()
+                if left <= 0.0:
+                    return False
+                room = select.poll()
+                room.register(self._sock, select.POLLOUT)
+                room.poll(1000.0 * left)
+        return True
 
     def _receive(self) -> None:
         for message in channel.receive(self._sock, self._inbox):

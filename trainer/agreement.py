@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from trainer.flag import Reader, Signals, Wish
+from trainer.flag import NOTHING, Reader, Signals, Wish
 from trainer.keeper import NOTHING_ASKED, Keeper
 from trainer.world import World
 from trainer.wrap import ElasticDDP
 
-NOTHING: Final = Wish()
 _USUAL: Final = {(due, unready): Wish(snapshot=due, unready=unready) for due in (False, True) for unready in (False, True)}
 
 

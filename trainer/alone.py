@@ -9,6 +9,7 @@ shared; but a checkpoint on the disk of a node that is lost is lost with it, so 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
@@ -28,6 +29,7 @@ from trainer.checkpoint.disk import make_root
 from trainer.errors import DamagedError, SetupError
 from trainer.keeper import NOTHING_ASKED, Asked, Beginning, Lent
 from trainer.settings import Settings
+from trainer.wire import channel
 from trainer.wire.board import Board, Held
 from trainer.wire.layout import Layout
 from trainer.world import World
@@ -47,7 +49,7 @@ class AloneKeeper:
         environ: to name the job by.
 
     Raises:
-        SetupError: rank 0 cannot write to the directory.
+        SetupError: rank 0 cannot write to the directory, or a rank not to the file of telemetry.
     """
 
     lasting: Final = False
@@ -61,9 +63,11 @@ class AloneKeeper:
         self._last = time.monotonic()
         self._writer: Writer | None = None
         self._prepare_root()
+        self._lines = _appended(settings.telemetry_file) if settings.telemetry and settings.telemetry_file is not None else -1
         newest = [_offer(name)[0] for name in world.gather(_names(self._root))]
         self.generation = max(0, *newest) + 1
         self.beginning = _find(world, self._root)
+        self.skip = 0
         if world.rank == 0:
             tidy(self._root, self.generation)
             self._writer = Writer(self._root, self._info, Keep(last=settings.checkpoint_keep_last, every=settings.checkpoint_keep_every_steps))
@@ -111,10 +115,28 @@ class AloneKeeper:
     def unfit(self, part: str, detail: str) -> None:
         """See `Keeper`: nobody is there to hear it, and the error that follows says the same."""
 
+    def tell(self, message: channel.Telemetry | channel.Ranks, *, wait: float = 0.0) -> bool:
+        """See `Keeper`: a line of the file, if there is one; all ranks of a node append to the same, each line by one write."""
+        del wait
+        if self._lines < 0:
+            return True
+        if isinstance(message, channel.Telemetry):
+            said: dict[str, object] = {"event": "window", **message.window}
+        else:
+            said = {"event": "ranks", "step": message.step, "steps": message.steps, "columns": message.columns}
+        line = json.dumps(said, separators=(",", ":")).encode() + b"\n"
+        try:
+            return os.write(self._lines, line) == len(line)
+        except OSError:  # the disk is full, say
+            return False
+
     def close(self) -> None:
         """See `Keeper`."""
         if self._writer is not None:
             self._writer.close()
+        if self._lines >= 0:
+            os.close(self._lines)
+            self._lines = -1
 
     def _prepare_root(self) -> None:
         if self._world.rank == 0:
@@ -135,6 +157,13 @@ class AloneKeeper:
         world = {"size": self._world.size, "local_size": self._world.place.local_world_size}
         packages = {"torch": version("torch"), "python": platform.python_version()}
         return Info(job=self._job, generation=held.generation, step=held.step, world=world, data=data, packages=packages)
+
+
+def _appended(path: Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise SetupError(f"nothing can be appended to {path}: {error.strerror}", remedy="set telemetry_file to a file that can be written") from None
 
 
 def _find(world: World, root: Path) -> Beginning | None:

@@ -95,7 +95,10 @@ def fit(
     at = -1
     for turn in run.accumulate(loader, epochs=epochs, max_steps=max_steps):
         loss = _backward(run, model, turn, loss_fn, autocast)
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), clip)) if clip is not None else 0.0
+        norm: Tensor | None = None
+        if clip is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            run.log(grad_norm=norm)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -107,7 +110,8 @@ def fit(
         if evaluates or run.step % tell_every == 0:
             rate = float(optimizer.param_groups[0]["lr"])
             (mean,) = run.total(float(loss))
-            told = Progress(step=run.step, epoch=run.epoch, loss=mean, learning_rate=rate, gradient_norm=norm, metrics=found if evaluates else {})
+            length = 0.0 if norm is None else float(norm)
+            told = Progress(step=run.step, epoch=run.epoch, loss=mean, learning_rate=rate, gradient_norm=length, metrics=found if evaluates else {})
             for callback in callbacks:
                 callback(told)
     return found if evaluation is None or at == run.step else evaluate(run, model, evaluation, metrics)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import SetupError
+from trainer.stopwatch import OFF, Stopwatch
 
 NAME: Final = "elasticd_flag"
 """What the parameter is called in its module, while it is there."""
@@ -68,22 +69,35 @@ class Wish:
         return Wish.of(map(max, self.values, other.values))
 
 
+NOTHING: Final = Wish()
+
+
 class Flag:
     """The flag of one wrapped module.
 
     Args:
         like: a parameter of it; the flag has its dtype and device.
         wish: asked in each backward pass for what this rank wants.
+        watch: told where forward passes end and backward passes begin.
     """
 
-    def __init__(self, like: Tensor, wish: Callable[[], Wish]) -> None:
+    def __init__(self, like: Tensor, wish: Callable[[], Wish], watch: Stopwatch = OFF) -> None:
         self.parameter: Final = nn.Parameter(torch.zeros(SIZE, dtype=like.dtype, device=like.device))
+        self.watch: Final = watch
         self._wish = wish
         self._said: dict[Wish, Tensor] = {}
+        self._last = (NOTHING, self._as_tensor(NOTHING))
 
     def gradient(self) -> Tensor:
         """What this rank wants now, shape (4,): not to be changed."""
         wish = self._wish()
+        last, value = self._last
+        if wish is not last:  # most often it is; a hash would cost more than all the rest
+            value = self._as_tensor(wish)
+            self._last = (wish, value)
+        return value
+
+    def _as_tensor(self, wish: Wish) -> Tensor:
         if wish not in self._said:
             self._said[wish] = torch.tensor(wish.values, dtype=self.parameter.dtype, device=self.parameter.device)
         return self._said[wish]
@@ -128,7 +142,9 @@ class Reader:
         self._deaf = self.late and bool(self._waiting)
 
     def _said(self, averages: list[list[float]]) -> Wish:
-        said = Wish()
+        if not any(map(any, averages)):  # most often; NaN is something
+            return NOTHING
+        said = NOTHING
         for average in averages:
             said |= Wish.of(value * self._world_size for value in average)
         return said
@@ -157,6 +173,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.flag.watch.pass_begins()
         return (ctx.flag.gradient(), None, *grads)
 
 
@@ -176,6 +193,8 @@ class Hook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, _inputs: object, output: Any) -> Any:
         """The output as it was, but with the flag behind it. Not within torch.func's transforms, whose gradients are none that ranks share."""
+        if self._flag is not None:
+            self._flag.watch.forward_done()
         if self._flag is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():  # noqa: SLF001
             return output
         return attach(self._flag, output, of=type(module).__name__)
@@ -208,8 +227,12 @@ def attach(flag: Flag, output: Any, *, of: str) -> Any:
     return _map(output, lambda tensor: replaced.get(id(tensor), tensor))
 
 
+_apply = super(torch.autograd.Function, _Attach).apply
+"""`_Attach.apply` without its care for torch.func's transforms, which costs it a third, and which `Hook` has seen to."""
+
+
 def _attach(flag: Flag, *tensors: Tensor) -> tuple[Tensor, ...]:
-    attached: tuple[Tensor, ...] = _Attach.apply(flag.parameter, flag, *tensors)  # type: ignore[no-untyped-call]
+    attached: tuple[Tensor, ...] = _apply(flag.parameter, flag, *tensors)  # type: ignore[no-untyped-call]
     return attached
 
 

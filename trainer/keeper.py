@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.settings import Settings
+from trainer.wire.channel import Ranks, Telemetry
 from trainer.wire.layout import Layout
 
 
@@ -81,6 +82,10 @@ class Keeper(Protocol):
         """The state to go on from; None to begin at the beginning."""
 
     @property
+    def skip(self) -> int:
+        """Steps whose data are left out before the first: they led to a divergence."""
+
+    @property
     def lasting(self) -> bool:
         """It outlives this process, so that a snapshot is of use before it is on disk."""
 
@@ -108,6 +113,9 @@ class Keeper(Protocol):
 
     def unfit(self, part: str, detail: str) -> None:
         """This node cannot take part: it differs from the others in `part`."""
+
+    def tell(self, message: Telemetry | Ranks, *, wait: float = 0.0) -> bool:
+        """Pass on what steps came to, if there is room for it at once, or within `wait` seconds; whether there was."""
 
     def close(self) -> None:
         """The run is over. Returns when what it was given is safe."""

@@ -5,8 +5,8 @@ Owns: which part of an image a local rank copies, the copies, and fresh memory f
 What costs time, measured on 2 cores with a state of 300 MB in 300 tensors (one memcpy of it, warm and aligned: 28 ms):
 
 - The first touch of a page through a mapping, 1.1 us each: 84 ms. The kernel does it in bulk for 16 ms, if asked (`wire.pages`).
-- New memory for tensors, page by page as by torch.empty: 130 ms; asked for at once (`Arena`): 110. In huge pages: 25 to 700 ms, by what the machine
-  has at hand.
+- New memory for tensors, page by page as by torch.empty: 110 to 130 ms, the copy included; asked for at once: 130, and then the copy. But that can be
+  done while a script builds its model (`Copies`). In huge pages: 25 to 700 ms, by what the machine has at hand.
 - copy_ to addresses that are no multiples of 64: half again as much (the layout sees to that).
 - memmove tensor by tensor: 1.09 to 1.16 of the memcpy, since only a very large one goes past the caches. copy_: 1.01 to 1.08, in as many threads
   as torch uses; but 1.2 to 1.34 where elements are single bytes, so those are left to memmove.
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -183,12 +184,12 @@ class Arena:
         except OSError:  # a kernel without them
             pass
 
-    def ask_for(self, entries: Sequence[Entry]) -> None:
-        """Have the pages of these entries at once, rather than by a fault for each."""
+    def ask_for(self, entries: Sequence[Entry], stop: Callable[[], bool] = lambda: False) -> None:
+        """Have the pages of these entries at once, rather than by a fault for each; `stop` as in `populate`."""
         with memoryview(self._memory) as memory:
             for begin, end in _stretches(entries):
                 with memory[begin:end] as part:
-                    populate(part)
+                    populate(part, stop, private=True)
 
     def tensor(self, entry: Entry) -> Tensor:
         """A tensor with a storage of its own, at the place it has in the image."""
@@ -211,18 +212,46 @@ def _stretches(entries: Sequence[Entry]) -> list[tuple[int, int]]:
     return found
 
 
-def fresh(layout: Layout, views: Mapping[str, Tensor], names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """New CPU tensors with what an image holds.
+class Copies:
+    """New CPU tensors with what an image holds. Their memory is asked for in the background from now on: that takes longer than the copies.
 
     Args:
         layout: of the image.
-        views: its tensors, by name.
-        names: of the tensors wanted; None: all.
+        names: of the tensors that will be wanted, as far as one knows.
+        before: to be done in the background before that.
     """
-    wanted = [entry for entry in layout.tensors if names is None or entry.name in names]
-    arena = Arena(layout)
-    arena.ask_for(wanted)
-    made = {entry.name: arena.tensor(entry) for entry in wanted}
-    for name, tensor in made.items():
-        move(tensor, views[name])
-    return made
+
+    def __init__(self, layout: Layout, names: Collection[str], before: Callable[[], None]) -> None:
+        self._entries: Final = {entry.name: entry for entry in layout.tensors}
+        self._arena: Final = Arena(layout)
+        self._before: Final = before
+        self._expected: Final = [entry for entry in layout.tensors if entry.name in names]
+        self._stopping: Final = threading.Event()
+        self._taken: set[str] = set()
+        self._thread: Final = threading.Thread(target=self._prepare, name="elasticd-fresh", daemon=True)
+        self._thread.start()
+
+    def take(self, views: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+        """Some of them.
+
+        Args:
+            views: the image's tensors.
+            names: of those wanted; each can be had once.
+        """
+        if self._taken & set(names):
+            raise ValueError(f"handed out already: {', '.join(sorted(self._taken & set(names)))}")
+        self._taken |= set(names)
+        self._thread.join()
+        made = {name: self._arena.tensor(self._entries[name]) for name in names}
+        for name, tensor in made.items():
+            move(tensor, views[name])
+        return made
+
+    def close(self) -> None:
+        """No more will be wanted. Twice does no harm."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _prepare(self) -> None:
+        self._before()
+        self._arena.ask_for(self._expected, self._stopping.is_set)

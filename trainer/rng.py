@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -92,9 +92,19 @@ _GENERATORS: Final = (
 )
 
 
+_shared: Final[Any] = getattr(random.seed, "__self__")  # noqa: B009 - a method of the one that everybody shares
+_seed_shared: Final = super(random.Random, _shared).seed
+
+
+def _seed_random(word: int) -> None:
+    """What `random.seed(word)` does with an int, without asking what it is: in a cold cache half of it."""
+    _seed_shared(word)
+    _shared.gauss_next = None
+
+
 def seed_cpu(word: int) -> None:
     """Seed torch, NumPy's old global generator and `random` with 64 bits."""
-    random.seed(word)
+    _seed_random(word)
     _seed_numpy(word)
     _seed_torch(word)
 
@@ -102,7 +112,7 @@ def seed_cpu(word: int) -> None:
 def seed_all(word: int) -> None:
     """Seed those of the CPU, and of CUDA the current device, if this process uses CUDA at all."""
     seed_cpu(word)
-    if torch.cuda.is_initialized():
+    if torch.version.cuda and torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(word)
 
 
@@ -154,6 +164,11 @@ def keyed(seed: int, step: int, microbatch: int, *, restore: bool = False) -> Ke
         restore: put the generators back on leaving, which costs more than all else; what draws next is keyed as well, as a rule.
     """
     return Keyed(key(STEP, seed, step, microbatch), restore=restore)
+
+
+def seed_microbatch(seed: int, step: int, microbatch: int) -> None:
+    """What entering `keyed` does, for where it is done in every step."""
+    seed_all(key(STEP, seed, step, microbatch))
 
 
 def aside(seed: int) -> Keyed:

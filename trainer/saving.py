@@ -18,6 +18,7 @@ from trainer.interval import Cadence
 from trainer.keeper import Beginning, Keeper, Lent
 from trainer.snapshot import Snapshots, layout_of, state_hash
 from trainer.state import Parts
+from trainer.stopwatch import COMMUNICATION, OFF, SNAPSHOT, Stopwatch
 from trainer.wire.extras import pack_extras, unpack_extras
 from trainer.wire.layout import Layout
 from trainer.world import World
@@ -44,17 +45,19 @@ class Resumed:
     def __init__(self, beginning: Beginning) -> None:
         self._began = time.perf_counter()
         self._index = beginning.index
-        self._snapshots = _mapped(beginning.layout, {}, beginning.lent, populate=False)
+        self._snapshots = _mapped(beginning.layout, {}, beginning.lent)
         extras = unpack_extras(self._snapshots.extras(self._index))
         self.names: Sequence[str] = [entry.name for entry in beginning.layout.tensors]
         try:
             self.step: int = extras["step"]
             self.rest: Mapping[str, Any] = dict(extras["parts"])
             self.data: dict[str, Any] = dict(extras["data"] or {})
+            kept = tuple(f"{name}." for name in extras.get("kept", ()))
         except (KeyError, TypeError) as error:
             raise DamagedError(f"the state of step {beginning.step} has no {error}") from None
         if self.step != beginning.step:
             raise DamagedError(f"the state of step {beginning.step} says that it is of step {self.step}")
+        self._copies = self._snapshots.copies(self._index, {name for name in self.names if name.startswith(kept)})
 
     @property
     def seconds(self) -> float:
@@ -68,10 +71,11 @@ class Resumed:
 
     def copies(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """See `Source`."""
-        return self._snapshots.fresh(self._index, set(names))
+        return self._copies.take(self._snapshots.view(self._index), names)
 
     def close(self) -> None:
         """It is taken over."""
+        self._copies.close()
         self._snapshots.close()
 
 
@@ -81,9 +85,10 @@ class Saver:
     Args:
         keeper: who has the buffers.
         world: the ranks.
+        watch: told where the time goes.
     """
 
-    def __init__(self, keeper: Keeper, world: World) -> None:
+    def __init__(self, keeper: Keeper, world: World, watch: Stopwatch = OFF) -> None:
         settings = keeper.settings
         self.parts: Final = Parts()
         self.cadence: Final = Cadence(
@@ -93,6 +98,7 @@ class Saver:
         )
         self._keeper = keeper
         self._world = world
+        self._watch = watch
         self._layout: Layout | None = None
         self._bound: dict[str, Tensor] = {}
         self._lent: Lent | None = None
@@ -122,11 +128,16 @@ class Saver:
         Returns:
             Whether this rank's share is safe.
         """
-        if step == self._last:  # asked once more: which rank tells the keeper is only certain once all have their share in
-            self._world.gather(b"")
-        self._last = step
-        if self._keeper.lasting:
-            self._world.alike(self.parts.buffers())
+        with self._watch.during(COMMUNICATION):
+            if step == self._last:  # asked once more: which rank tells the keeper is only certain once all have their share in
+                self._world.gather(b"")
+            self._last = step
+            if self._keeper.lasting:
+                self._world.alike(self.parts.buffers())
+        with self._watch.during(SNAPSHOT):
+            return self._save(step, data, persist=persist, wait=wait)
+
+    def _save(self, step: int, data: Mapping[str, Any], *, persist: bool, wait: float) -> bool:
         began = time.perf_counter()
         tensors, extras = self._collect(step, data)
         if self._layout is None or len(extras) > self._layout.extras_capacity or not self._fits(tensors):
@@ -165,7 +176,7 @@ class Saver:
 
     def _collect(self, step: int, data: Mapping[str, Any]) -> tuple[dict[str, Tensor], bytes]:
         tensors, rest = self.parts.collect()
-        return tensors, pack_extras({"step": step, "data": dict(data), "parts": rest})
+        return tensors, pack_extras({"step": step, "data": dict(data), "parts": rest, "kept": self.parts.kept()})
 
     def _fits(self, tensors: dict[str, Tensor]) -> bool:
         """Whether they are those of the layout; binds them if they are others of the same kind."""
@@ -193,12 +204,12 @@ class Saver:
             return
         self._lent = self._keeper.lend(wait=wait)
         if self._lent is not None and self._lent.buffers:
-            self._snapshots = _mapped(self._layout, self._bound, self._lent, populate=True)
+            self._snapshots = _mapped(self._layout, self._bound, self._lent)
 
 
-def _mapped(layout: Layout, tensors: Mapping[str, Tensor], lent: Lent, *, populate: bool) -> Snapshots:
+def _mapped(layout: Layout, tensors: Mapping[str, Tensor], lent: Lent) -> Snapshots:
     try:
-        return Snapshots(layout, tensors, lent.board, lent.buffers, local_rank=lent.local_rank, local_world=lent.local_world, populate=populate)
+        return Snapshots(layout, tensors, lent.board, lent.buffers, local_rank=lent.local_rank, local_world=lent.local_world)
     finally:
         close_all((lent.board, *lent.buffers))
 

@@ -22,7 +22,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
@@ -41,6 +41,8 @@ from trainer.flag import Wish
 from trainer.keeper import Keeper
 from trainer.saving import Resumed, Saver
 from trainer.settings import Settings, from_environment, merge
+from trainer.stopwatch import COMMUNICATION, OTHER
+from trainer.telemetry import Telemetry
 from trainer.world import Place, World, choose_device, prepare_environment
 from trainer.wrap import ElasticDDP, wrap
 
@@ -98,11 +100,13 @@ class Session:
         self.settings: Final = keeper.settings
         self._world = world
         self._keeper = keeper
-        self._saver = Saver(keeper, world)
+        self._telemetry = Telemetry(world, keeper)
+        self._saver = Saver(keeper, world, self._telemetry.watch)
         self._resumed = Resumed(keeper.beginning) if keeper.beginning is not None else None
         self._data: dict[str, Any] = self._resumed.data if self._resumed is not None else {}
         self.step: int = self._resumed.step if self._resumed is not None else 0
         self._first = self.step
+        self._skip = keeper.skip
         self._loader: ElasticLoader | None = None
         self._agreement = Agreement(world, keeper, lambda: self._saver.unready)
         self._agreement.listen()
@@ -136,8 +140,9 @@ class Session:
         """
         options.setdefault("init_sync", self._resumed is None)  # else all ranks take over the same state anyway, and `agree` looks
         compress, warm_up = self._of_rank_0(compress or self.settings.compress.value, self.settings.warm_up)
-        model = wrap(module, self._agreement.wish, compress=compress, warm_up=warm_up, **options)
+        model = wrap(module, self._agreement.wish, compress=compress, warm_up=warm_up, watch=self._telemetry.watch, **options)
         self._agreement.models.append(model)
+        self._telemetry.models(self._agreement.models)
         return model
 
     def loader(
@@ -185,6 +190,7 @@ class Session:
             raise SetupError("register comes too late: steps have begun", remedy="register everything before the first step")
         for loader in [part for part in parts.values() if isinstance(part, ElasticLoader)]:
             self._position(loader)
+        self._telemetry.parts(parts)
         names = self._saver.parts.add({name: part for name, part in parts.items() if not isinstance(part, ElasticLoader)})
         if self._resumed is not None:
             self._saver.parts.restore(names, self._resumed)
@@ -231,21 +237,51 @@ class Session:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The mean loss over this microbatch times its weight and the number of ranks: DDP's mean over ranks is then the mean over the step's samples."""
+        weighed = self._weighed(loss)
+        self.observe(loss, scaled=False)
+        return weighed
+
+    def backward(self, loss: Tensor) -> None:
+        """`scale(loss).backward()`. With a GradScaler: `run.backward(scaler.scale(loss))`."""
+        weighed = self._weighed(loss)
+        self.observe(loss)
+        watch = self._telemetry.watch
+        watch.backward()
+        weighed.backward()
+        watch.backward_done()
+
+    def _weighed(self, loss: Tensor) -> Tensor:
         if self._weight is None:
             raise SetupError("a loss is to be weighed outside of a step", remedy="use run.backward in the body of run.steps or run.accumulate")
         self._scaled = True
         scale = self._weight * self.world_size
         return loss if scale == 1.0 else loss * scale
 
-    def backward(self, loss: Tensor) -> None:
-        """`scale(loss).backward()`. With a GradScaler: `run.backward(scaler.scale(loss))`."""
-        self.scale(loss).backward()
+    def observe(self, loss: Tensor, *, scaled: bool = True) -> None:
+        """Take note of the mean loss over this microbatch, where neither `scale` nor `backward` is called with it; for telemetry alone.
+
+        Args:
+            loss: before it is weighed.
+            scaled: what a registered GradScaler makes of it.
+        """
+        if self._weight is not None:
+            self._telemetry.observe(loss, self._weight, scaled=scaled)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Say something of this step, for telemetry: `run.log(accuracy=…)`. What is on a GPU is read when it is there, without waiting.
+
+        `loss` replaces the mean that `backward` was given, and `grad_norm` the one that is taken now and then. A name may be given several times.
+
+        Raises:
+            SetupError: a value is no number, or a name none.
+        """
+        self._telemetry.log(values)
 
     def enter(self, microbatch: Microbatch) -> None:
         """Seed for a microbatch and weigh by it, for loops that iterate `Turn.microbatches` themselves."""
         self._weight = microbatch.weight
         self._scaled = True
-        rng.keyed(self.seed, self.step, microbatch.index).__enter__()
+        rng.seed_microbatch(self.seed, self.step, microbatch.index)
 
     def stepped(self) -> None:
         """The optimizer has made the step of this turn: count it now, not at the turn's end. For bodies that go on to something long, such as an evaluation.
@@ -274,11 +310,13 @@ class Session:
 
     def total(self, *values: float) -> list[float]:
         """Sums over all ranks, in float64. All ranks call it alike."""
-        return self._world.total(values)
+        with self._telemetry.watch.during(COMMUNICATION):
+            return self._world.total(values)
 
     def gather(self, data: bytes) -> list[bytes]:
         """What each rank gave, by rank. All ranks call it alike."""
-        return self._world.gather(data)
+        with self._telemetry.watch.during(COMMUNICATION):
+            return self._world.gather(data)
 
     def _of_rank_0(self, *values: Any) -> list[Any]:
         """What rank 0 has: an operator may have changed a setting between two agents' looks at it, and ranks that differ would hang."""
@@ -289,6 +327,7 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        self._telemetry.close()
         if self.step > self._first:
             self._saver.save(self.step, self._cursor(), persist=True, wait=STOP_SECONDS)
         self._end_loader()
@@ -306,7 +345,7 @@ class Session:
         self._begin(loader, past=max_steps is not None and self.step >= max_steps)
         bounded = epochs is not None or max_steps is not None
         while (epochs is None or loader.epoch < epochs) and (max_steps is None or self.step < max_steps):
-            for step in loader:
+            for step in self._telemetry.fetched(loader):
                 self._open = step
                 try:
                     yield step
@@ -334,6 +373,9 @@ class Session:
     def _position(self, loader: ElasticLoader) -> None:
         if self._data:
             loader.load_state_dict(self._data)
+        if self._skip:
+            loader.skip(self._skip)
+            self._skip = 0
 
     def _begin_all(self) -> None:
         self._begun = True
@@ -351,7 +393,10 @@ class Session:
     def _compare_data(self, loader: ElasticLoader) -> None:
         """All ranks must read the same data: who differs from most says so, and goes."""
         mine = {"step": self.step, **loader.state_dict()}
-        known = self._world.gather(json.dumps(mine, sort_keys=True).encode())
+        wanted = b"1" if self._telemetry.on else b"0"
+        gathered = self._world.gather(wanted + json.dumps(mine, sort_keys=True).encode())
+        self._telemetry.begin(self.step, compare=gathered[0].startswith(b"1"))
+        known = [one[1:] for one in gathered]
         most, count = Counter(known).most_common(1)[0]
         usual = json.loads(known[0] if Counter(known)[known[0]] == count else most)
         name = next((name for name in mine if mine[name] != usual[name]), "")
@@ -378,20 +423,27 @@ class Session:
         if step is not None and self._agreement.had_backward():
             self._agreement.skip()
             self._count(step)
+        self._telemetry.end()
 
     def _boundary(self, step: Step) -> None:
         self._leave()
         self._saver.cadence.stepped(time.perf_counter() - self._since)
         self._count(step)
+        watch = self._telemetry.watch
+        watch.switch(COMMUNICATION)
         agreed = self._agreement.of_step()
+        watch.switch(OTHER)
         self._saver.advance()
         self._act(agreed)
         self._agreement.due = self._is_due()
+        self._telemetry.end()
+        self._telemetry.compare(self.step)
         self._since = time.perf_counter()
 
     def _count(self, step: Step) -> None:
         self._weight = None
         self.step += 1
+        self._telemetry.count(self.step)
         assert self._loader is not None
         self._loader.done(step)
 
@@ -406,6 +458,7 @@ class Session:
     def _stop(self, *, persist: bool) -> None:
         wait = self._agreement.seconds or self.settings.stop_step_timeout_s or STOP_SECONDS
         saved = self.step == self._first or self._saver.save(self.step, self._cursor(), persist=persist, wait=wait)
+        self._telemetry.close()
         self._end_loader()
         self._finished = self._stopping = True
         self._keeper.stopped(self.step, saved=saved, reason=self._agreement.reason)
@@ -424,6 +477,9 @@ class Session:
 
     def _at_exit(self) -> None:
         """A process group that is still there would make NCCL complain; but only where all is well do the others end theirs too."""
+        if not self._finished:  # the script failed, or left its loop for good
+            with suppress(RuntimeError):  # it may be the device that has failed
+                self._telemetry.close()
         if self._finished and dist.is_initialized() and not self._stopping:
             self._world.close()
 

@@ -78,7 +78,7 @@ def _clean_url(url: str) -> str:
     return url
 
 
-Directory = Annotated[Path | None, AfterValidator(_absolute)]
+PathOnNode = Annotated[Path | None, AfterValidator(_absolute)]
 Url = Annotated[str, Field(max_length=1000), AfterValidator(_clean_url)]
 Interface = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.:-]{0,14})?$")]
 """A network interface as the kernel names it, 15 characters at most; "" leaves the choice."""
@@ -128,7 +128,7 @@ class Settings(BaseModel):
     )
     checkpoint_copies: int = _setting(2, "nodes whose disks must hold a checkpoint before it counts; all if there are fewer", unit="nodes", least=1, most=1024)
     checkpoint_shared: bool = _setting(default=False, about="checkpoint_dir is one directory that every node sees: one copy is enough")
-    checkpoint_dir: Directory = _setting(None, "directory of checkpoints; none is a directory of the agent's own", alike=False)
+    checkpoint_dir: PathOnNode = _setting(None, "directory of checkpoints; none is a directory of the agent's own", alike=False)
     checkpoint_url: Url = _setting("", 'where checkpoints are copied as well, as fsspec names it (s3://bucket/prefix); "" is nowhere')
     mean_time_to_failure_s: float = _setting(
         10_800.0,
@@ -137,6 +137,10 @@ class Settings(BaseModel):
         least=60,
         most=31_536_000,
     )
+
+    telemetry: bool = _setting(default=True, about="time the phases of steps and tell the agent what they come to; rank 0's word counts for comparing ranks")
+    telemetry_every_s: float = _setting(1.0, "from one such word to the next; it is made of whole steps", unit="s", least=0.1, most=60, alike=False)
+    telemetry_file: PathOnNode = _setting(None, "without an agent: file to which each of them is appended, a JSON line each", alike=False)
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -210,9 +214,11 @@ def allowed(name: str) -> str:
     if kind is _Kind.BOOL:
         return "true or false"
     if kind is _Kind.FREE:
-        return {"checkpoint_dir": "an absolute path", "checkpoint_url": "a URL without a password, such as s3://bucket/prefix"}.get(
-            name, "the name of a network interface"
-        )
+        return {
+            "checkpoint_dir": "an absolute path",
+            "telemetry_file": "an absolute path",
+            "checkpoint_url": "a URL without a password, such as s3://bucket/prefix",
+        }.get(name, "the name of a network interface")
     bounds = {bound: getattr(one, bound) for one in field.metadata for bound in ("ge", "le") if hasattr(one, bound)}
     return f"a {kind.value}{f' ({unit(name)})' if unit(name) else ''} from {bounds['ge']:.15g} to {bounds['le']:.15g}"
 

@@ -25,7 +25,7 @@ import torch
 
 from trainer.errors import ChannelError, StateError
 from trainer.hashing import state_hash
-from trainer.memory import CODES, DTYPES, check_fits, distinct, fresh, layout_of, move, share
+from trainer.memory import CODES, DTYPES, Copies, check_fits, distinct, layout_of, move, share
 from trainer.wire.board import Board
 from trainer.wire.pages import populate
 
@@ -64,7 +64,6 @@ class Snapshots:
         buffer_fds: descriptors of the buffers, in the agent's order.
         local_rank: this worker's.
         local_world: workers on this node.
-        populate: map all pages in the background as soon as there are tensors, not one by one in the first snapshot.
 
     Raises:
         StateError: the tensors are not those of the layout.
@@ -80,7 +79,6 @@ class Snapshots:
         *,
         local_rank: int,
         local_world: int,
-        populate: bool = True,
     ) -> None:
         if not 0 <= local_rank < local_world:
             raise ValueError(f"local rank {local_rank} of {local_world}")
@@ -98,7 +96,7 @@ class Snapshots:
         try:
             if len(buffer_fds) != self._board.buffers:
                 raise ChannelError(f"{len(buffer_fds)} buffers came, the control page speaks of {self._board.buffers}")
-            self._buffers: Final = [_Buffer(fd, layout, touched=populate) for fd in buffer_fds]
+            self._buffers: Final = [_Buffer(fd, layout) for fd in buffer_fds]
         except BaseException:
             self._board.close()
             raise
@@ -169,18 +167,19 @@ class Snapshots:
             self._scatter(buffer, into)
         return self.layout.get_extras(buffer.memory)
 
-    def fresh(self, index: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """New CPU tensors with a whole state: what `restore` does in one step for tensors that are not there yet.
+    def copies(self, index: int, names: Collection[str] | None = None) -> Copies:
+        """Begin to make room, in the background, for new CPU tensors with a state; and to map the state.
 
         Args:
             index: of a buffer that is VALID.
-            names: of those wanted; None: all. They share one allocation, which goes with the last of them.
+            names: of those that will be wanted; None: all. They share one allocation, which goes with the last of them.
 
         Raises:
             StateError: the buffer holds no whole state.
         """
         buffer = self._whole(index)
-        return fresh(self.layout, buffer.views, names)
+        wanted = {entry.name for entry in self.layout.tensors} if names is None else names
+        return Copies(self.layout, wanted, before=lambda: buffer.prepare(pin=False))
 
     def view(self, index: int) -> dict[str, Tensor]:
         """A whole state as it lies in its buffer, without a copy: read it before the next snapshot, and never write to it.
@@ -251,7 +250,7 @@ class Snapshots:
 class _Buffer:
     """One buffer, mapped. Pages are entered into the page table, and pinned for CUDA, at the first `prepare`."""
 
-    def __init__(self, fd: int, layout: Layout, *, touched: bool) -> None:
+    def __init__(self, fd: int, layout: Layout) -> None:
         try:
             size = os.fstat(fd).st_size
             if size < layout.size:
@@ -264,7 +263,7 @@ class _Buffer:
         self.image = torch.frombuffer(mapping, dtype=torch.uint8)
         self.address: Final = self.image.data_ptr()
         self._entries = layout.tensors
-        self._to_touch = touched
+        self._to_touch = True
         self._to_pin = True
         self._pinned = False
         self._lock = threading.Lock()

@@ -132,6 +132,10 @@ class Parts:
         """Whether a registered module has all of its parameters."""
         return all(id(parameter) in self._names for parameter in unwrapped(module).parameters())
 
+    def kept(self) -> list[str]:
+        """Those that keep the tensors they are given: whoever restores them has to make room for those."""
+        return [name for name, part in self._parts.items() if not part.in_place]
+
     def left_over(self, rest: Mapping[str, Any]) -> list[str]:
         """Parts of a state that nothing registered has asked for."""
         return sorted(rest.keys() - self._parts.keys())

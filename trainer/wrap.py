@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.errors import SetupError
 from trainer.flag import NAME, Flag, Hook, Wish
+from trainer.stopwatch import OFF, Stopwatch, watch_forward
 
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
 REFUSED: Final[Mapping[str, str]] = {
@@ -39,7 +40,7 @@ class ElasticDDP(DistributedDataParallel):
     flag: Flag
 
 
-def wrap(module: nn.Module, wish: Callable[[], Wish], *, compress: str = "none", warm_up: bool = True, **options: Any) -> ElasticDDP:
+def wrap(module: nn.Module, wish: Callable[[], Wish], *, compress: str = "none", warm_up: bool = True, watch: Stopwatch = OFF, **options: Any) -> ElasticDDP:
     """Make it. Collective: all ranks call it alike.
 
     Args:
@@ -48,6 +49,7 @@ def wrap(module: nn.Module, wish: Callable[[], Wish], *, compress: str = "none",
         compress: "fp16" or "bf16" to send gradients in that type, "none" as they are.
         warm_up: begin with a backward pass of zeros. Left out all the same where it cannot be made: with static_graph, find_unused_parameters (whose
             buckets never change) and gradients that are sparse.
+        watch: told of forward and backward passes.
         options: DistributedDataParallel's.
 
     Raises:
@@ -55,10 +57,11 @@ def wrap(module: nn.Module, wish: Callable[[], Wish], *, compress: str = "none",
     """
     _check(module, options)
     first = next(parameter for parameter in module.parameters() if parameter.requires_grad)
-    flag = Flag(first, wish)
+    flag = Flag(first, wish, watch)
     with _carried(module, flag):
         model = ElasticDDP(module, **options)
     model.flag = flag
+    watch_forward(watch, model)
     module.register_forward_hook(Hook(flag))
     if compress != "none":
         model.register_comm_hook(DTYPES[compress], compressed)

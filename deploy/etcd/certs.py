@@ -336,6 +336,8 @@ def show(store: Store) -> None:
 def run(argv: Sequence[str]) -> None:
     """Do what the command line says."""
     options = arguments().parse_args(argv)
+    if options.command == "list" and not any(options.dir.glob("*")):
+        raise CertsError(f"there are no certificates in {options.dir}; where they are says --dir")
     options.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = Store(options.dir, days=options.days, group=options.group)
     if options.command == "init":

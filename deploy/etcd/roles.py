@@ -107,18 +107,18 @@ class Cluster:
     def job_of_members(self, job: str) -> set[Grant]:
         """Any member may come to coordinate the job, and removes the keys of dead ones."""
         below = self.job(job)
-        return {Grant(below + key, READ_WRITE) for key in ("members/", "events/", "proposal", "generation", "budget", "checkpoint")}
+        return {Grant(below + key, READ_WRITE) for key in ("members/", "events/", "proposal", "generation", "budget", "checkpoint", "policy")}
 
     def job_of_operators(self, job: str) -> set[Grant]:
         """The budget is whole again when a job that has ended is started again."""
         below = self.job(job)
-        return {Grant(below + key, READ_WRITE) for key in ("target", "requests/", "budget")}
+        return {Grant(below + key, READ_WRITE) for key in ("target", "requests/", "budget", "policy")}
 
     def wanted(self, nodes: Iterable[str], operators: Iterable[str], jobs: Iterable[str]) -> State:
         """What there has to be, at least."""
         look = Grant(self.prefix, READ)
         state = State()
-        state.roles[self.nodes_role] = {look}
+        state.roles[self.nodes_role] = {look, Grant(self.prefix + "incidents/", READ_WRITE)}
         state.roles[self.operators_role] = {look} | {Grant(self.prefix + key, READ_WRITE) for key in ("nodes-policy/", "audit/", "config/")}
         for job in jobs:
             state.roles[self.nodes_role] |= self.job_of_members(job)
@@ -234,8 +234,8 @@ def matrix(state: State, cluster: Cluster, jobs: Sequence[str]) -> list[str]:
     """Who may do what with which key, one line each. All nodes are alike, and so are all operators: two stand for them."""
     state.users |= {"one": {cluster.nodes_role, cluster.node_role("NODE")}, "other": {cluster.operators_role}}
     state.roles |= cluster.wanted(["NODE"], [], []).roles | {role: state.roles.get(role, set()) for role in (cluster.nodes_role, cluster.operators_role)}
-    below = ["nodes/NODE", "nodes/(another)", "nodes-policy/NODE", "nodes-policy/(another)", "audit/(any)", "config/(any)"]
-    of_job = ("target", "requests/(any)", "proposal", "generation", "budget", "checkpoint", "members/(any)", "events/(any)")
+    below = ["nodes/NODE", "nodes/(another)", "nodes-policy/NODE", "nodes-policy/(another)", "audit/(any)", "config/(any)", "incidents/(any)"]
+    of_job = ("target", "requests/(any)", "proposal", "generation", "budget", "checkpoint", "policy", "members/(any)", "events/(any)")
     for job in jobs or ["(unknown)"]:
         below += [f"jobs/{job}/{key}" for key in of_job]
     rows: list[tuple[str, ...]] = [("key below " + cluster.prefix, "NODE", "an operator")]

@@ -1,7 +1,8 @@
 """The agent's process: `python -m elasticd.agent CONFIG.json`.
 
-Owns: the order in which things begin and end, the exit code. Exit 0: the job succeeded, or this node left or stopped in order; 1: the job failed;
-else the code of the error that is printed as one line on standard error. The same is in the result file, where the configuration names one.
+Owns: the order in which things begin and end, the exit code. Exit 0: the job succeeded, or this node left or stopped in order; 1: the job failed, or
+10 and up where that has a code of its own (`elasticd.policy.settings`); else the code of the error that is printed as one line on standard error. The
+same is in the result file, where the configuration names one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from elasticd.agent.signals import Errand, Signals
 from elasticd.errors import ElasticdError, UsageError
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from elasticd.kv import EtcdKV
     from elasticd.rendezvous.config import MemberConfig
     from trainer.settings import Settings
+
+REASON_MAX: Final = 4096
+"""Characters of why an agent ended."""
 
 
 def member_config(config: AgentConfig, state_port: int = 0) -> MemberConfig:
@@ -56,17 +60,22 @@ def run(config: AgentConfig, signals: Signals) -> Finish:
         ElasticdError: it could not begin, or the membership was lost for good.
     """
     from elasticd.agent.fingerprint import fingerprint
+    from elasticd.agent.outputs import OutputKeeper
+    from elasticd.agent.reporting import Reporter
     from elasticd.agent.state import StateKeeper
     from elasticd.kv import EtcdKV
     from elasticd.rendezvous.member import Member
 
     identity = _identity(config)
+    reporter = Reporter(config)
+    reporter.clear()
     with ExitStack() as stack:
         kv = stack.enter_context(EtcdKV(config.kv))
         reloading = stack.enter_context(closing(Errand("elasticd-certificates", lambda: _reload(config, kv.reload))))
         # Under a daemon nobody hangs up: SIGHUP is what a service gets to be told of new files.
         signals.on_hangup(reloading.ask if config.result_file else None)
-        states = stack.enter_context(closing(StateKeeper(config, lambda: read_settings(config, kv))))
+        states = stack.enter_context(closing(StateKeeper(config, lambda: read_settings(config, kv), reporter)))
+        stack.enter_context(closing(reporter))  # its last word comes when the membership has ended
         member = stack.enter_context(closing(Member(member_config(config, states.port), kv=kv, attentive=True)))
         # What is wrong with etcd, files or names shows before torch has been imported, which takes seconds. Registering waits until workers
         # could be started: the others stop theirs as soon as they see a newcomer. And the import holds the interpreter for so long at a time
@@ -80,8 +89,10 @@ def run(config: AgentConfig, signals: Signals) -> Finish:
         inventory, lost = states.holdings()
         parts = fingerprint(config, os.environ)
         states.identify(parts)
+        reporter.begin(member, states)
         member.start(inventory=inventory, lost=lost, fingerprint=parts)
-        agent = JobAgent(config, member, ExecLauncher(), states, identity)
+        outputs = stack.enter_context(closing(OutputKeeper(config.log_dir / config.job / config.node, config.logs)))
+        agent = JobAgent(config, member, ExecLauncher(), states, reporter, outputs, identity)
         states.call(agent.ring)
         signals.reach(agent)
         agent.run()
@@ -158,6 +169,7 @@ def main(argv: list[str]) -> int:
     import structlog
 
     from elasticd.agent.result import ResultFile
+    from elasticd.observability.redaction import hidden
 
     log = structlog.get_logger("elasticd.agent")
     results = ResultFile(None)
@@ -169,12 +181,13 @@ def main(argv: list[str]) -> int:
         finish = _serve(Path(argv[0]), results, signals)
     except ElasticdError as error:
         log.error("agent_exit", code=error.exit_code, result="failed", reason=str(error))  # noqa: TRY400 - the user's fault, or etcd's: no traceback
-        print(f"elasticd-agent: {error}", file=sys.stderr)  # noqa: T201  (the one line that its starter shows)
-        results.write(code=error.exit_code, result="failed", reason=str(error))
+        told = hidden(str(error), REASON_MAX)
+        print(f"elasticd-agent: {told}", file=sys.stderr)  # noqa: T201  (the one line that its starter shows)
+        results.write(code=error.exit_code, result="failed", reason=told)
         return error.exit_code
-    code = 1 if finish.ending.value == "failed" else 0
+    code = finish.code if finish.ending.value == "failed" else 0
     log.info("agent_exit", code=code, result=finish.ending.value, reason=finish.reason)
-    results.write(code=code, result=finish.ending.value, reason=finish.reason)
+    results.write(code=code, result=finish.ending.value, reason=hidden(finish.reason, REASON_MAX))
     return code
 
 
@@ -184,12 +197,19 @@ def _serve(path: Path, results: ResultFile, signals: Signals) -> Finish:
     Raises:
         ElasticdError: the file is no good, and as `run`.
     """
+    import structlog
+
     from elasticd.agent.config import AgentConfig
-    from elasticd.observability.logging import log_to_file
+    from elasticd.observability.logging import log_to_file, log_uncaught
+    from elasticd.observability.redaction import know
 
     results.clear()
+    know(os.environ)
     config = AgentConfig.read(path)
-    log_to_file(config.log_dir / config.job / config.node / "agent.jsonl", node=config.node)
+    know(config.env)
+    limits = config.logs.overruled(os.environ)
+    log_to_file(config.log_dir / config.job / config.node / "agent.jsonl", level=limits.number, most=limits.own_bytes, job=config.job, node=config.node)
+    log_uncaught(structlog.get_logger("elasticd.agent"), "elasticd-agent")
     return run(config, signals)
 
 

@@ -14,6 +14,8 @@ from elasticd.rendezvous.records import CheckpointRecord, SnapshotRef
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elasticd.rendezvous.records import GenerationRecord
+
 MAX_PENDING: Final = 8
 """Checkpoints of one generation that wait for holders; an older one than the newest committed is forgotten."""
 
@@ -26,6 +28,18 @@ def enough(holders: Collection[str], *, nodes: int, copies: int, shared: bool) -
 def writes(node_rank: int, *, copies: int, shared: bool) -> bool:
     """Whether the node of that rank writes checkpoints to its disk."""
     return node_rank == 0 if shared else node_rank < copies
+
+
+def last_rank(generation: GenerationRecord, node: str, *, copies: int, shared: bool) -> int:
+    """The rank by which `node` writes the state of a generation that it leaves before its workers have started (PROTOCOL 29).
+
+    Its own, unless no holder of the state would then write it: the first of the holders takes the place of the last who would.
+    """
+    ranks = {identity.node: rank for rank, identity in enumerate(generation.ids)}
+    holders = sorted(ranks[name] for name in (generation.resume.holders if generation.resume else ()) if name in ranks)
+    if holders and ranks[node] == holders[0] and not writes(holders[0], copies=copies, shared=shared):
+        return 0 if shared else copies - 1
+    return ranks[node]
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from elasticd.errors import UsageError
 from elasticd.kv.types import KVConfig, TLSFiles
+from elasticd.observability.limits import LogLimits
 from elasticd.rendezvous.keys import JobKeys
 from elasticd.rendezvous.membership import Timing
 from elasticd.rendezvous.nodelock import default_state_dir
@@ -38,6 +39,8 @@ class AgentConfig(BaseModel):
         kill_grace: the same when somebody is gone and the workers hang in a collective.
         leave_timeout: how long a leaving agent waits for the others to go on without it.
         frozen_max: how long workers go on without etcd.
+        state_dir: where the lock lies that proves this to be the node's only agent of the job.
+        checkpoints: directory of checkpoints, where no setting names one; it must outlive a boot. None: `checkpoints` in state_dir.
         reopen: start a job again that has ended.
         user: who the workers are; None: who the agent is. The agent must be root or have the ambient capabilities that `identity` names.
         env: laid over the agent's own environment for the workers, below the variables that torch wants.
@@ -46,6 +49,8 @@ class AgentConfig(BaseModel):
         trainer_file: the table [trainer] of the job's file: what `trainer.settings` calls the layer `file`.
         trainer_command: its layer `command`, as text.
         result_file: set by a daemon, which learns from it how the agent ended (`result`); SIGHUP then reloads certificates instead of leaving.
+        report_file: set by a daemon, which reads there how the job goes (`observability.report`); None: nobody asks.
+        logs: how much is kept of them on this node.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -75,6 +80,7 @@ class AgentConfig(BaseModel):
     frozen_max: Seconds = 600.0
     probe_port: Annotated[int, Field(ge=0, le=65535)] = 0
     state_dir: Path = Field(default_factory=default_state_dir)
+    checkpoints: Path | None = None
     reopen: bool = False
     user: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     env: dict[Variable, Text] = {}
@@ -83,6 +89,8 @@ class AgentConfig(BaseModel):
     trainer_file: dict[str, bool | int | float | str] = {}
     trainer_command: dict[str, str] = {}
     result_file: Path | None = None
+    report_file: Path | None = None
+    logs: LogLimits = LogLimits()
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:

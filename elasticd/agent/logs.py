@@ -1,12 +1,14 @@
 """Where the output of each generation's workers lies, and what it says about how a worker ended.
 
-Owns: the directories below the log root, and reading torch's error file. Must not: delete, truncate or rotate anything, or start a process.
+Owns: the directories below the log root, and reading torch's error file. Must not: delete, truncate or rotate anything (`retention` and `rotation`
+do), or start a process.
 
 ::
 
     <root>/<job>/<node>/latest -> generation-000007-2
     <root>/<job>/<node>/generation-000007/incarnation          which agent wrote it
     <root>/<job>/<node>/generation-000007/rank-3/{stdout.log,stderr.log,error.json}
+    <root>/<job>/<node>/generation-000007/rank-3.stdout.log.1   older lines of stdout.log, once there are too many (`rotation`)
     <root>/<job>/<node>/generation-000007-2/...                 the same generation, after the agent was restarted
 
 torchrun empties a directory before it uses it again, and a membership change reuses the number: the logs that tell why a node was lost are gone
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from elasticd.errors import UsageError
+from elasticd.observability.redaction import hidden
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,7 +139,7 @@ class GenerationLogs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerError:
-    """What a worker said of its own end. All text is printable: it came from a file that a user's program wrote.
+    """What a worker said of its own end. All text is harmless and without secrets: it came from a file that a user's program wrote.
 
     Attributes:
         message: as torch wrote it, `MESSAGE_LIMIT` characters at most.
@@ -235,14 +238,9 @@ def _parse_error(document: object) -> WorkerError | None:
 
 
 def _worker_error(message: str, timestamp: object) -> WorkerError:
-    text = _printable(message[:MESSAGE_LIMIT])
+    text = hidden(message, MESSAGE_LIMIT, keep="\n\t")  # it goes to terminals, and to etcd as UTF-8
     first_line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return WorkerError(message=text, exception=first_line[:EXCEPTION_LIMIT], timestamp=_seconds(timestamp))
-
-
-def _printable(text: str) -> str:
-    """Escape sequences and lone surrogates become "?": the text goes to terminals, and to etcd as UTF-8."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
 
 
 def _seconds(value: object) -> float | None:

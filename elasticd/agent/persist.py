@@ -13,12 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from elasticd.agent.newest import Newest
+from elasticd.observability.report import Histogram
 from trainer import checkpoint
 from trainer.checkpoint import Found, Info, Keep, Manifest
 from trainer.errors import CancelledError, DamagedError, NoSpaceError, StateError
@@ -45,11 +46,13 @@ class Order:
         info: which one, and what is known of it.
         reading: called for each try.
         url: where to copy it afterwards, "" for nowhere.
+        since: when it was given, on the monotonic clock.
     """
 
     info: Info
     reading: Reading
     url: str = ""
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -75,6 +78,27 @@ class Progress:
     total: int = 0
     since: float = field(default_factory=time.time)
     tries: int = 1
+    trouble: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """What came of the orders so far.
+
+    Attributes:
+        written: checkpoints that are whole on disk.
+        failed: tries that failed, and orders whose state was gone before it was written.
+        step, at, nbytes: of the last that is whole on disk; at, in seconds since the epoch, is 0 if there is none.
+        durations: from the order to the disk.
+        trouble: why the last try failed; "" if it did not.
+    """
+
+    written: int = 0
+    failed: int = 0
+    step: int = 0
+    at: float = 0.0
+    nbytes: int = 0
+    durations: Histogram = field(default_factory=Histogram)
     trouble: str = ""
 
 
@@ -114,9 +138,11 @@ class Persister:
         self._storage: Newest[Order] = Newest("elasticd-copy", self._copy)
         self._verified: set[tuple[int, int]] = set()
         self._committed: tuple[int, int] | None = None
+        self._before: tuple[int, int] | None = None
         self._tidied = -1
         self._alerted: dict[str, tuple[str, float]] = {}
         self._progress: Progress | None = None
+        self._tally = Tally()
 
     def want(self, info: Info, reading: Reading, *, url: str = "") -> None:
         """Have a state written, and copied to `url` afterwards. One that still waits is given up for it."""
@@ -127,8 +153,12 @@ class Persister:
             self._give_up(replaced, CancelledError("a newer state is written instead"))
 
     def committed(self, generation: int, step: int) -> None:
-        """The job's newest checkpoint is this one: it stays, and so does what this generation has written since and may still commit."""
-        self._committed = (generation, step)
+        """The job's newest checkpoint is this one: it stays, and so does what this generation has written since and may still commit.
+
+        The one before it stays too: that the newest is of a bad state may be found out after it was committed (PROTOCOL 30).
+        """
+        if self._committed != (generation, step):
+            self._before, self._committed = self._committed, (generation, step)
 
     @property
     def busy(self) -> bool:
@@ -139,6 +169,15 @@ class Persister:
     def progress(self) -> Progress | None:
         """What is being written to disk, None if nothing is."""
         return self._progress
+
+    @property
+    def tally(self) -> Tally:
+        """What came of the orders so far."""
+        return self._tally
+
+    def found(self, manifest: Manifest) -> None:
+        """The newest that an earlier agent left on this disk. To be called before the first order."""
+        self._tally = replace(self._tally, step=manifest.step, at=manifest.created_at, nbytes=manifest.size)
 
     @property
     def _trouble(self) -> str:
@@ -169,6 +208,7 @@ class Persister:
                 if error is None:
                     return
                 if isinstance(error, CancelledError | StateError | LookupError):
+                    self._tally = replace(self._tally, failed=self._tally.failed + isinstance(error, LookupError))
                     break
                 if isinstance(error, NoSpaceError) and self._make_room(order):
                     continue
@@ -190,6 +230,15 @@ class Persister:
             return error
         self._verified.add(order.order)
         self._alerted.pop("disk", None)
+        self._tally = replace(
+            self._tally,
+            written=self._tally.written + 1,
+            step=manifest.step,
+            at=time.time(),
+            nbytes=manifest.size,
+            durations=self._tally.durations.plus(time.monotonic() - order.since),
+            trouble="",
+        )
         log.info(
             "checkpoint_written",
             generation=manifest.generation,
@@ -261,12 +310,12 @@ class Persister:
             log.info("checkpoint_removed", path=str(item.path), why="newer ones are kept")
 
     def _protected(self, order: Order, *, strict: bool) -> set[tuple[int, int]]:
-        """The committed one; if `strict`, also those after it that this generation may still commit on this node's word that it has them."""
+        """The committed one; if `strict`, also the one before it, and those that this generation may still commit on this node's word that it has them."""
         if self._committed is None:
             return set()
         committed = self._committed
         later = {item for item in self._verified if item > committed and item[0] == order.info.generation} if strict else set()
-        return {committed, *later}
+        return {committed, *later, *({self._before} if strict and self._before else set())}
 
     # --- the storage's thread --------------------------------------------------------------------------------------------
 
@@ -306,6 +355,7 @@ class Persister:
         """One line for a failed try, and an alert if it is news."""
         if self._progress is not None:
             self._note(tries=self._progress.tries + 1, trouble=str(error))
+        self._tally = replace(self._tally, failed=self._tally.failed + 1, trouble=str(error))
         name = "checkpoint_disk_full" if isinstance(error, NoSpaceError) else "checkpoint_damaged" if isinstance(error, DamagedError) else "checkpoint_failed"
         self._alert("disk", name, generation=order.info.generation, step=order.info.step, error=str(error))
 

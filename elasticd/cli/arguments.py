@@ -65,4 +65,3 @@ CacertOption = Annotated[
 CertOption = Annotated[Path | None, typer.Option("--cert", metavar="FILE", envvar="ELASTICCTL_CERT", help="Our certificate for etcd.")]
 KeyOption = Annotated[Path | None, typer.Option("--key", metavar="FILE", envvar="ELASTICCTL_KEY", help="The key of our certificate.")]
 ClusterOption = Annotated[str, typer.Option("--cluster", metavar="NAME", help="Which of the clusters that share the etcd.")]
-

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import typer
 
 from elasticd.errors import AccessDeniedError, ElasticdError
+from elasticd.observability.harmless import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +31,9 @@ class WaitInterruptedError(ElasticdError):
     exit_code = 130
 
 
+LINE_MOST: Final = 10_000
+"""Characters of a line that is shown."""
+_BREAKS: Final = dict.fromkeys(map(ord, "\n\r\t\v\f"), " ")
 _CODES: Final[dict[type[ElasticdError], str]] = {AccessDeniedError: "permission", ElasticdError: "internal"}
 """Codes of docs/api.md that are not the class's name."""
 
@@ -81,8 +85,8 @@ def code_of(error: ElasticdError) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` with line breaks and other control characters made harmless: it may hold what a user or a server wrote."""
-    return "".join(char if char.isprintable() else " " for char in text).strip()
+    """`text` harmless and in one line: it may hold what a user or a server wrote. Spaces stay as they are, which tables need."""
+    return harmless(text[: LINE_MOST + 1].translate(_BREAKS), LINE_MOST).strip()
 
 
 def _of_os(error: OSError) -> str:

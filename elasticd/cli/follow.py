@@ -15,11 +15,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elasticd.agent.rotation import predecessor
+from elasticd.observability.harmless import harmless
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _CHUNK = 256 * 1024
 _AT_ONCE = 4 * 1024 * 1024
+_PATIENCE = 20
 LONGEST_LINE = 64 * 1024
 """Bytes after which an unfinished line is handed out in pieces: a worker may never write a line break."""
 
@@ -30,10 +34,14 @@ class Tail:
     Args:
         path: the file.
         from_end: begin after what is there now.
+        predecessor: where its older lines go when they are taken out of it (`agent.rotation`); None if that does not happen.
     """
 
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+    def __init__(self, path: Path, *, from_end: bool = False, predecessor: Path | None = None) -> None:
         self.path = path
+        self._predecessor = predecessor
+        self._taken = _inode(predecessor)
+        self._waited = 0
         self._fd = -1
         self._inode = -1
         self._offset = 0
@@ -89,22 +97,55 @@ class Tail:
     def _read(self, limit: int) -> list[bytes]:
         if self._fd < 0:
             return []
+        lines = self._follow_what_was_taken()
         if os.fstat(self._fd).st_size < self._offset:
+            if self._predecessor and self._waited < _PATIENCE:  # older lines have just been taken out, and will be there in a moment
+                self._waited += 1
+                return lines
             self._offset, self._partial = 0, b""
-        lines: list[bytes] = []
+        self._waited = 0
         while limit > 0 and (data := os.pread(self._fd, _CHUNK, self._offset)):
             self._offset += len(data)
             limit -= len(data)
-            *whole, self._partial = (self._partial + data).split(b"\n")
-            lines += whole
-            while len(self._partial) > LONGEST_LINE:
-                lines.append(self._partial[:LONGEST_LINE])
-                self._partial = self._partial[LONGEST_LINE:]
+            lines += self._cut(data)
+        return lines
+
+    def _cut(self, data: bytes) -> list[bytes]:
+        """The lines that end in new data."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        while len(self._partial) > LONGEST_LINE:
+            lines.append(self._partial[:LONGEST_LINE])
+            self._partial = self._partial[LONGEST_LINE:]
+        return lines
+
+    def _follow_what_was_taken(self) -> list[bytes]:
+        """If older lines were taken out since last time: those of them that were not read yet; what is left then begins so much earlier."""
+        if self._predecessor is None or (inode := _inode(self._predecessor)) == self._taken:
+            return []
+        self._taken = inode
+        lines: list[bytes] = []
+        try:
+            with self._predecessor.open("rb") as file:
+                taken = file.seek(0, os.SEEK_END)
+                file.seek(min(self._offset, taken))
+                while data := file.read(_CHUNK):
+                    lines += self._cut(data)
+        except OSError:
+            return []
+        self._offset = max(0, self._offset - taken)
         return lines
 
     def _take_partial(self) -> list[bytes]:
         partial, self._partial = self._partial, b""
         return [partial] if partial else []
+
+
+def _inode(path: Path | None) -> int:
+    """Which file it is; 0 if there is none."""
+    try:
+        return path.stat().st_ino if path else 0
+    except OSError:
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,15 +192,15 @@ def parse_event(node: str, line: bytes) -> AgentEvent | None:
         return None
     if not isinstance(document, dict) or not isinstance(document.get("event"), str):
         return None
-    fields = {key: value for key, value in document.items() if key not in ("event", "level", "timestamp")}
-    return AgentEvent(node=node, name=document["event"], level=str(document.get("level", "info")), at=_epoch(document.get("timestamp")), fields=fields)
+    fields = {key: value for key, value in document.items() if key not in ("event", "level", "time")}
+    return AgentEvent(node=node, name=document["event"], level=str(document.get("level", "info")), at=_epoch(document.get("time")), fields=fields)
 
 
-def _epoch(timestamp: object) -> float | None:
-    if not isinstance(timestamp, str):
+def _epoch(time: object) -> float | None:
+    if not isinstance(time, str):
         return None
     try:
-        return datetime.fromisoformat(timestamp).timestamp()
+        return datetime.fromisoformat(time).timestamp()
     except ValueError:
         return None
 
@@ -213,7 +254,8 @@ class WorkerOutput:
         self._ended += self._drain(event.node)
         folder = Path(event.text("logs"))
         ranks = [rank for rank in event.numbers("ranks") if self._all_ranks or rank == 0]
-        self._tails[event.node] = [(rank, stream, Tail(folder / f"rank-{rank}" / f"{stream}.log")) for rank in ranks for stream in ("stdout", "stderr")]
+        files = [(rank, stream, folder / f"rank-{rank}" / f"{stream}.log") for rank in ranks for stream in ("stdout", "stderr")]
+        self._tails[event.node] = [(rank, stream, Tail(path, predecessor=predecessor(path))) for rank, stream, path in files]
 
     def lines(self) -> list[OutputLine]:
         """New lines of all workers."""
@@ -243,4 +285,4 @@ def last_lines(path: Path, count: int) -> list[str]:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
-    return ["".join(char if char.isprintable() or char == "\t" else "?" for char in line) for line in text.splitlines() if line.strip()][-count:]
+    return [harmless(line, LONGEST_LINE, keep="\t") for line in text.splitlines() if line.strip()][-count:]

@@ -13,6 +13,7 @@ from elasticd.cli.follow import AgentLogs, WorkerOutput
 from elasticd.cli.options import Show
 from elasticd.cli.progress import Notice, Weight
 from elasticd.cli.summary import RunOutcome, RunResult
+from elasticd.policy.settings import EXIT_NO_PROGRESS, EXIT_SAME_AGAIN
 from elasticd.rendezvous.status import job_status
 
 if TYPE_CHECKING:
@@ -211,7 +212,8 @@ class Follower:
         if refused is not None:
             return RunOutcome(result=RunResult.FAILED, reason=refused.said, exit_code=refused.code)
         reason = ends.get("failed") or "; ".join(f"the agent of {death.node} has died ({death})" for death in bad)
-        return RunOutcome(result=RunResult.FAILED, reason=reason, exit_code=1)
+        own = (death.code for death in bad if death.code in (EXIT_NO_PROGRESS, EXIT_SAME_AGAIN))
+        return RunOutcome(result=RunResult.FAILED, reason=reason, exit_code=next(own, 1))
 
     def _say(self, text: str, weight: Weight) -> None:
         self._screen.notice(Notice(text=text, weight=weight))

@@ -177,5 +177,3 @@ def _follow(job: str, goal: Goal, errand: Errand, envelope: Document, manner: Ma
     sight = wait(look, errand, timeout=manner.timeout, talk=Talk(as_json=manner.as_json))
     if not manner.as_json:
         print(sight.line, flush=True)
-
-

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from elasticd import __version__
-from elasticd.cli import commands_config, commands_jobs, commands_nodes, commands_watching
+from elasticd.cli import commands_config, commands_detect, commands_jobs, commands_nodes, commands_telemetry, commands_watching
 from elasticd.cli.arguments import CacertOption, CertOption, ClusterOption, EtcdOption, KeyOption
 from elasticd.cli.failures import reported
 from elasticd.cli.grammar import Verbs
@@ -36,7 +36,7 @@ Examples:
 \b
 Exit codes: 0 ok, 1 it failed, 2 wrong usage, 3 no such job or node, or it does not run, 4 the daemon or etcd is out of reach,
 5 somebody else changed it first, 6 gave up waiting (the work goes on), 7 not permitted, 8 a rule forbids it,
-9 no node allows a job of that name, 128 + N ended by signal N (130: Ctrl-C).
+9 no node allows a job of that name, 11 of run: the job was ended since it would fail the same way again, 128 + N ended by signal N (130: Ctrl-C).
 
 \b
 Shell completion: elasticctl --install-completion (jobs and nodes are completed as the daemon knows them).""",
@@ -139,6 +139,9 @@ def run_command(
     settle: Annotated[float, typer.Option("--settle", metavar="SEC", help="Wait so long for more nodes before going on with fewer than wanted.")] = 1.0,
     stop_grace: Annotated[float, typer.Option("--stop-grace", metavar="SEC", help="From SIGTERM to SIGKILL when workers are to stop and all is well.")] = 30.0,
     frozen_max: Annotated[float, typer.Option("--frozen-max", metavar="SEC", help="How long workers go on without etcd.")] = 600.0,
+    detect: Annotated[
+        bool, typer.Option("--detect", help="Look for drifts and failures in logs and numbers on each node, and act on them; about 150 MB a node.")
+    ] = False,
     log_dir: Annotated[
         Path | None, typer.Option("--log-dir", metavar="DIR", help="Root of all logs.  [default: ~/.local/state/elasticd/logs]", show_default=False)
     ] = None,
@@ -183,6 +186,7 @@ def run_command(
             settle=settle,
             stop_grace=stop_grace,
             frozen_max=frozen_max,
+            detect=detect,
             again=again,
             show=o.Show(show.value),
             jsonl=output is RunOutput.JSONL,
@@ -195,6 +199,8 @@ def run_command(
 
 
 commands_watching.register(app)
+commands_telemetry.register(app)
+commands_detect.register(app)
 commands_jobs.register(app)
 commands_nodes.register(app)
 commands_config.register(app)

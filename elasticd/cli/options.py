@@ -259,6 +259,7 @@ class RunOptions:
         config: the file of `trainer_file`, to print the command for another node.
         trainer_file: settings of training from a file.
         trainer: the same from this command line, as text; they lie above all others.
+        detect: with detectors, and what acts on them.
         jsonl: print events as JSON lines instead of talking to a person.
     """
 
@@ -284,6 +285,7 @@ class RunOptions:
     settle: float
     stop_grace: float
     frozen_max: float
+    detect: bool = False
     again: bool
     show: Show
     jsonl: bool

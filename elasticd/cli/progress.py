@@ -170,7 +170,7 @@ class Progress:
         return [_notice(event, text, Weight.QUIET)]
 
     def _formed(self, event: AgentEvent) -> list[Notice]:
-        number = event.number("number") or 0
+        number = event.number("generation") or 0
         seen = self._generation(number)
         seen.cause = event.text("cause") or seen.cause
         seen.world_size = event.number("world_size") or seen.world_size
@@ -229,7 +229,7 @@ def _notice(event: AgentEvent, text: str, weight: Weight = Weight.NORMAL) -> Not
 
 def _spelled(event: AgentEvent) -> str:
     """An event that has no sentence of its own."""
-    fields = ", ".join(f"{key.replace('_', ' ')}: {_last_line(value)}" for key, value in event.fields.items() if key != "node")
+    fields = ", ".join(f"{key.replace('_', ' ')}: {_last_line(value)}" for key, value in event.fields.items() if key not in ("node", "job"))
     return f"{event.node}: {event.name.replace('_', ' ')}" + (f" ({fields})" if fields else "")
 
 

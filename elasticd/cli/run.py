@@ -211,6 +211,7 @@ def _plans(options: RunOptions, store: Store, scratch: Path) -> list[NodePlan]:
                 "paths": {"jobs_dir": home / "jobs.d", "run_dir": home / "run", "state_dir": home / "state", "log_dir": options.log_dir},
                 "metrics": {"listen": ""},
                 "health": {"disk_free_min": 0},
+                "detectors": {"run": options.detect},
             }
             plans.append(NodePlan(config=DaemonConfig.model_validate(document), spec=spec, trainer=options.trainer))
     except ValidationError as error:

@@ -20,9 +20,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from elasticd.cli.failures import LINE_MOST
+from elasticd.cli.follow import LONGEST_LINE
 from elasticd.cli.options import Show
 from elasticd.cli.progress import Notice, Weight, cause_text
 from elasticd.cli.render import age_text, clock_text, of_text, ranks_text, state_text
+from elasticd.observability.harmless import coloured, harmless, unstyled
 from elasticd.observability.times import rfc3339
 
 if TYPE_CHECKING:
@@ -78,13 +81,18 @@ class _Writer:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._text.fileno())
 
 
-def _prefixed(line: OutputLine, show: Show) -> bytes:
+def _prefixed(line: OutputLine, show: Show, *, terminal: bool = False) -> bytes:
+    """A line of output: as it is for a file or a program; for a terminal harmless, its colours ended."""
     prefix = f"[{line.node} {line.rank}] ".encode() if show is Show.ALL else b""
-    return prefix + line.data + b"\n"
+    data = line.data
+    if terminal:
+        text = coloured(data.rstrip(b"\r").rpartition(b"\r")[2], LONGEST_LINE)
+        data = (text + "\x1b[0m" if "\x1b" in text else text).encode("utf-8", "replace")
+    return prefix + data + b"\n"
 
 
 class PlainScreen:
-    """For a pipe or a log: notices with the time of day on stderr, output as it is.
+    """For a pipe or a log: notices with the time of day on stderr, output as it is, unless it goes to a terminal after all.
 
     Args:
         show: whether several workers' lines have to be told apart.
@@ -93,17 +101,18 @@ class PlainScreen:
     def __init__(self, show: Show) -> None:
         self._show = show
         self._to = {"stdout": _Writer(sys.stdout), "stderr": _Writer(sys.stderr)}
+        self._terminals = {"stdout": sys.stdout.isatty(), "stderr": sys.stderr.isatty()}
 
     def notice(self, notice: Notice) -> None:
         """See `Screen`."""
-        self._to["stderr"](f"{clock_text(notice.at or time.time())} {notice.text}\n".encode("utf-8", "replace"))
+        self._to["stderr"](f"{clock_text(notice.at or time.time())} {_shown(notice)}\n".encode("utf-8", "replace"))
 
     def event(self, event: AgentEvent) -> None:
         """See `Screen`."""
 
     def output(self, line: OutputLine) -> None:
         """See `Screen`."""
-        self._to[line.stream](_prefixed(line, self._show))
+        self._to[line.stream](_prefixed(line, self._show, terminal=self._terminals[line.stream]))
 
     def draw(self, progress: Progress) -> None:
         """See `Screen`."""
@@ -120,16 +129,16 @@ class JsonScreen:
 
     def notice(self, notice: Notice) -> None:
         """See `Screen`."""
-        self._stderr(f"{clock_text(notice.at or time.time())} {notice.text}\n".encode("utf-8", "replace"))
+        self._stderr(f"{clock_text(notice.at or time.time())} {_shown(notice)}\n".encode("utf-8", "replace"))
 
     def event(self, event: AgentEvent) -> None:
         """See `Screen`."""
-        self._write({"event": event.name, "timestamp": rfc3339(event.at), "level": event.level, **event.fields, "node": event.node})
+        self._write({"event": event.name, "time": rfc3339(event.at), "level": event.level, **event.fields, "node": event.node})
 
     def output(self, line: OutputLine) -> None:
         """See `Screen`."""
-        text = line.data.decode("utf-8", "replace")
-        self._write({"event": "output", "timestamp": rfc3339(time.time()), "node": line.node, "rank": line.rank, "stream": line.stream, "text": text})
+        text = harmless(unstyled(line.data.decode("utf-8", "replace")), LONGEST_LINE, keep="\t")
+        self._write({"event": "output", "time": rfc3339(time.time()), "node": line.node, "rank": line.rank, "stream": line.stream, "text": text})
 
     def draw(self, progress: Progress) -> None:
         """See `Screen`."""
@@ -178,7 +187,7 @@ class LiveScreen:
             self._stdout(_prefixed(line, self._show))
             return
         # What a progress bar overwrote on its line is not shown; colours are.
-        text = Text.from_ansi(line.data.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace"))
+        text = Text.from_ansi(coloured(line.data.rstrip(b"\r").rpartition(b"\r")[2], LONGEST_LINE))
         if self._show is Show.ALL:
             text = Text.assemble((f"[{line.node} {line.rank}] ", "dim"), text)
         self._try(lambda: self._console.print(text, soft_wrap=True))
@@ -226,7 +235,12 @@ def make_screen(show: Show, *, jsonl: bool, started: float) -> Screen:
 
 
 def _notice_text(notice: Notice) -> Text:
-    return Text.assemble((clock_text(notice.at or time.time()), "dim"), " ", (notice.text, _STYLES[notice.weight]))
+    return Text.assemble((clock_text(notice.at or time.time()), "dim"), " ", (_shown(notice), _STYLES[notice.weight]))
+
+
+def _shown(notice: Notice) -> str:
+    """A sentence may hold what a worker or another node said."""
+    return harmless(notice.text, LINE_MOST, keep="\n\t")
 
 
 def _headline(progress: Progress, elapsed: float) -> Text:

@@ -5,6 +5,7 @@ Owns: what can be typed, where the log goes, and exit codes. Exit 2: the configu
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -48,14 +49,20 @@ def run_command(
     """
     from elasticd.agent.settings import parse_settings
     from elasticd.daemon.service import Service
-    from elasticd.observability.logging import log_to_stream
+    from elasticd.observability.logging import log_libraries, log_to_stream, log_uncaught
+    from elasticd.observability.redaction import know, redacted
 
+    know(os.environ)
+    faulthandler.enable()  # so that the watchdog's SIGABRT leaves a trace of what the loop was stuck in
     log_to_stream(sys.stderr)
+    log = structlog.get_logger("elasticd.daemon")
+    log_uncaught(log, "elasticd")
+    log_libraries(log)
     try:
         code = Service(config, only=only, trainer=parse_settings(trainer or [], "--trainer")).run()
     except ElasticdError as error:
-        structlog.get_logger("elasticd.daemon").error("daemon_exit", code=error.exit_code, reason=str(error))
-        print(f"elasticd: {error}", file=sys.stderr)
+        log.error("daemon_exit", code=error.exit_code, reason=str(error))  # noqa: TRY400 - an operator's mistake: no traceback
+        print(f"elasticd: {redacted(str(error))}", file=sys.stderr)
         code = error.exit_code
     raise typer.Exit(code)
 

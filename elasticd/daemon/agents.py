@@ -8,6 +8,7 @@ Files of a job below `run_dir`, readable by us alone::
     agents/JOB.json   the agent's configuration
     notes/JOB.json    ours: slots, digest, pid, what was asked of it, ends in a row
     results/JOB.json  the agent's last word: code, result, reason
+    reports/JOB.json  how the job goes, as the agent says about once a second (`observability.report`); stays when it has ended
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class Agents:
     """
 
     def __init__(self, run_dir: Path, backend: Backend) -> None:
-        self._configs, self._files, self._results = (_own_folder(run_dir / name) for name in ("agents", "notes", "results"))
+        folders = (_own_folder(run_dir / name) for name in ("agents", "notes", "results", "reports"))
+        self._configs, self._files, self._results, self._reports = folders
         self.backend = backend
         self._notes: dict[str, Note] = {job: note for job in self._jobs() if (note := self._read_note(job))}
         self._ended_at: dict[str, float] = {}
@@ -202,7 +204,8 @@ class Agents:
             ElasticdError: it could not be started; that counts as an end.
         """
         previous = self._notes.get(job, Note())
-        self.result_file(job).unlink(missing_ok=True)
+        for left in (self.result_file(job), self.report_file(job)):
+            left.unlink(missing_ok=True)
         note = Note(slots=slots, digest=digest, started_at=time.time(), ends=previous.ends)
         self._ended_at.pop(job, None)
         # On disk before the process is there: a daemon that dies in between finds a note without a process, and tries again.
@@ -251,6 +254,10 @@ class Agents:
     def result_file(self, job: str) -> Path:
         """Where an agent leaves its last word."""
         return self._results / f"{job}.json"
+
+    def report_file(self, job: str) -> Path:
+        """Where an agent says how its job goes."""
+        return self._reports / f"{job}.json"
 
     def _jobs(self) -> Iterator[str]:
         for path in self._files.glob("[!.]*.json"):

@@ -66,9 +66,7 @@ class Audit:
     def done(self, caller: Caller, action: str, subject: str, detail: str) -> None:
         """A change was made. That its record cannot be kept is logged, and does not undo it."""
         self._say(caller, action, subject, detail, "done")
-        record = AuditRecord(
-            scope=self._keys.scope, at=time.time(), node=self._node, by=str(caller), action=action, subject=subject, detail=detail[:TEXT_MAX]
-        )
+        record = AuditRecord(scope=self._keys.scope, at=time.time(), node=self._node, by=str(caller), action=action, subject=subject, detail=detail[:TEXT_MAX])
         try:
             self._keep(record)
         except ElasticdError as error:

@@ -146,9 +146,7 @@ class ChildBackend:
         """See `Backend`."""
         _log_file(log_folder).close()
         path = log_folder / "agent.stderr"
-        launch = WorkerLaunch(
-            local_rank=0, argv=_command(config), env=worker_environment(os.environ, {}), cwd=Path("/"), stdout=path, stderr=path
-        )
+        launch = WorkerLaunch(local_rank=0, argv=_command(config), env=worker_environment(os.environ, {}), cwd=Path("/"), stdout=path, stderr=path)
         self._sets[job] = self._launcher.start([launch])
         pid = self._sets[job].workers[0].pid
         return Started(pid, process_start(pid) or 0)

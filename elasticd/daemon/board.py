@@ -11,11 +11,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 from elasticd.agent.settings import OwnLayers
 from elasticd.daemon.config import AgentTimes
 from elasticd.daemon.jobs import JobSpec
-from elasticd.rendezvous.records import NodeJob
+from elasticd.daemon.reconcile import Policy
+from elasticd.observability.durations import Durations
+from elasticd.rendezvous.records import NodeJob, TargetRecord
+
+TURN_BOUNDS: Final = (0.1, 1.0, 5.0)
+"""Upper bounds, in seconds, of the buckets that turns are counted in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,22 +31,30 @@ class Turn:
     Attributes:
         at: when it ended, on the monotonic clock; 0 before the first.
         registered: this node's key is in etcd under our lease.
+        unregistered: why it is not, "" if it is, or if that is not known.
         etcd_problem: why etcd is out of reach, "" while it answers.
         etcd_since: since when it has been so, in seconds since the epoch.
         allowed: the jobs that this node's files allow.
         times: of agents, where a job's file does not say otherwise.
         jobs: how each of them stands here.
+        wanted: what operators want of jobs, as far as etcd ever said; the last word while it is away.
+        failed: those of `wanted` that ended since they could not go on.
+        policy: what they want of this node, likewise.
         problems: what an operator should know.
     """
 
     at: float = 0.0
     registered: bool = False
+    unregistered: str = ""
     etcd_problem: str = "not asked yet"
     etcd_since: float = 0.0
     slots: int = 0
     allowed: Mapping[str, JobSpec] = field(default_factory=dict)
     times: AgentTimes = field(default_factory=AgentTimes)
     jobs: tuple[NodeJob, ...] = ()
+    wanted: Mapping[str, TargetRecord] = field(default_factory=dict)
+    failed: frozenset[str] = frozenset()
+    policy: Policy | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -52,6 +66,9 @@ class Board:
         incarnation: of this daemon.
         stalled_after: seconds without a turn after which the loop counts as stuck.
         own: settings of training that every agent gets from this daemon: the environment that it inherits, and our command line.
+
+    Attributes:
+        turns: how long turns took.
     """
 
     def __init__(self, *, node: str, incarnation: str, stalled_after: float, own: OwnLayers | None = None) -> None:
@@ -59,6 +76,7 @@ class Board:
         self.incarnation = incarnation
         self.own = own or OwnLayers()
         self.started_at = time.time()
+        self.turns = Durations(TURN_BOUNDS)
         self._stalled_after = stalled_after
         self._began = time.monotonic()
         self._turn = Turn()
@@ -105,4 +123,4 @@ class Board:
             return self.stuck
         if turn.etcd_problem:
             return f"etcd: {turn.etcd_problem}"
-        return "" if turn.registered else "this node is not registered yet"
+        return "" if turn.registered else f"this node is not registered: {turn.unregistered}" if turn.unregistered else "this node is not registered yet"

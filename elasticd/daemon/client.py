@@ -117,10 +117,11 @@ class ApiClient:
         headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
         try:
             connection.request(method, target, None if body is None else json.dumps(body).encode(), headers)
-            answer = connection.getresponse()
-            data = answer.read(_MAX_ANSWER + 1)
-            if answer.length and len(data) <= _MAX_ANSWER:
-                raise http.client.IncompleteRead(data, answer.length)  # read() with a limit says nothing of it
+            # Closed here, not by its finalizer: Python drops what is raised in that one, and a Ctrl-C would be lost there.
+            with connection.getresponse() as answer:
+                data = answer.read(_MAX_ANSWER + 1)
+                if answer.length and len(data) <= _MAX_ANSWER:
+                    raise http.client.IncompleteRead(data, answer.length)  # read() with a limit says nothing of it
         except TimeoutError:
             remedy = "look whether the change was made before asking again" if body is not None else "see its log: journalctl -u elasticd"
             raise DaemonUnavailableError(f"the daemon at {self.path} did not answer within {self.timeout:g} s", remedy=remedy) from None

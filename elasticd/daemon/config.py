@@ -12,11 +12,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from elasticd.daemon.values import Endpoint, Listen, ListenOrOff, Name, PemFile, Seconds, Section, SharedPemFile, explain, one_line
 from elasticd.errors import UsageError
 from elasticd.kv.types import KVConfig, TLSFiles
+from elasticd.observability.limits import LogLimits
+from elasticd.policy.settings import Settings
 from elasticd.rendezvous.keys import ClusterKeys
 
 DEFAULT_PATH = Path("/etc/elasticd/elasticd.toml")
@@ -143,6 +145,22 @@ class HealthSection(Section):
     timeout: Seconds = 60.0
 
 
+class DetectorsSection(Section):
+    """The process that looks for failures and drifts in logs and numbers (docs/detection.md).
+
+    Attributes:
+        run: there is one on this node.
+        forest: with the isolation forest.
+        signatures: TOML files that change the built-in table, in this order.
+        width: seconds of the windows that ranks are compared in.
+    """
+
+    run: bool = True
+    forest: bool = True
+    width: Annotated[float, Field(ge=0.1, le=3600)] = 10.0
+    signatures: Annotated[tuple[Path, ...], Field(max_length=16)] = ()
+
+
 class Supervision(StrEnum):
     """What the agents are."""
 
@@ -159,6 +177,7 @@ class DaemonConfig(Section):
         node: this node's name; None is the host's.
         address: where peers reach this node; None is the address on the way to etcd.
         slots: workers it may run at most; None is one for each GPU, and one where there is none.
+        policy: what is done about failures and drifts, by the names of `elasticd.policy.settings`; docs/detection.md has them all.
     """
 
     cluster: Name = "default"
@@ -175,6 +194,18 @@ class DaemonConfig(Section):
     peer: PeerSection = PeerSection()
     agent: AgentTimes = AgentTimes()
     health: HealthSection = HealthSection()
+    logs: LogLimits = LogLimits()
+    detectors: DetectorsSection = DetectorsSection()
+    policy: dict[Name, bool | int | float | str] = Field(default_factory=dict, max_length=128)
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, values: dict[str, object]) -> dict[str, object]:
+        try:
+            Settings.from_dict(values)
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+        return values
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -40,6 +40,8 @@ _STA_UNSYNC: Final = 0x40
 
 log = structlog.get_logger("elasticd.daemon")
 
+Peers = Callable[[], Sequence[tuple[str, int]]]
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -75,12 +77,14 @@ class Checker:
         health: limits.
         log_dir: where agents write their logs.
         peers: gives (address, port) of other nodes, any of which should be reachable; asked at each check.
+        patience: seconds for which unreachable ones are asked for and tried again. After a power cut of them all their leases live on for a while.
     """
 
-    def __init__(self, health: HealthSection, log_dir: Path, peers: Callable[[], Sequence[tuple[str, int]]] = lambda: ()) -> None:
+    def __init__(self, health: HealthSection, log_dir: Path, peers: Peers = lambda: (), patience: float = 0.0) -> None:
         self._health = health
         self._log_dir = log_dir
         self._peers = peers
+        self._patience = patience
 
     def __call__(self, spec: JobSpec, slots: Sequence[Slot], cancelled: threading.Event) -> Health:
         """Run them.
@@ -90,7 +94,7 @@ class Checker:
             slots: what its agent is to be given.
             cancelled: ends them early when set; the result means nothing then.
         """
-        return run_checks(spec, slots, limits=self._health, log_dir=self._log_dir, peers=self._peers(), cancelled=cancelled)
+        return run_checks(spec, slots, limits=self._health, log_dir=self._log_dir, peers=self._peers, patience=self._patience, cancelled=cancelled)
 
 
 def run_checks(
@@ -99,7 +103,8 @@ def run_checks(
     *,
     limits: HealthSection,
     log_dir: Path,
-    peers: Sequence[tuple[str, int]] = (),
+    peers: Peers = lambda: (),
+    patience: float = 0.0,
     cancelled: threading.Event | None = None,
 ) -> Health:
     """Everything that is to be well before this node joins a job.
@@ -109,7 +114,8 @@ def run_checks(
         slots: what its agent is to be given; their GPUs are looked at.
         limits: what is too little, and how long the job's own check may take.
         log_dir: where the agent is to write.
-        peers: (address, port) of other nodes.
+        peers: gives (address, port) of other nodes.
+        patience: as of `Checker`.
         cancelled: ends the checks early when set; the result means nothing then.
     """
     cancelled = cancelled or threading.Event()
@@ -117,7 +123,7 @@ def run_checks(
     looks: tuple[Callable[[], Check], ...] = (
         lambda: disk(log_dir, limits.disk_free_min),
         lambda: clock(limits.clock_skew_max),
-        lambda: reachable(peers),
+        lambda: reachable_soon(peers, patience, cancelled),
         lambda: gpus([slot.gpu_uuid for slot in slots if slot.gpu_uuid]),
     )
     for look in looks:
@@ -220,6 +226,15 @@ def _clock_doubt(state: int, status: int, off: float, skew_max: float) -> str:
     if state == _TIME_ERROR or status & _STA_UNSYNC:
         return "the kernel says that nobody synchronizes the clock; run chrony or systemd-timesyncd"
     return f"the clock may be off by {off:.1f} s, and {skew_max:g} s are thought too much" if off > skew_max else ""
+
+
+def reachable_soon(peers: Peers, patience: float, cancelled: threading.Event) -> Check:
+    """As `reachable`; while none answers, who there is and whether they answer is asked again, once a second for `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        found = reachable(peers())
+        if found.ok or time.monotonic() >= deadline or cancelled.wait(1.0):
+            return found
 
 
 def reachable(addresses: Sequence[tuple[str, int]], *, seconds: float = 1.0) -> Check:

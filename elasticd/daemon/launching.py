@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from elasticd.agent.config import AgentConfig
-from elasticd.agent.settings import OwnLayers, resolve
+from elasticd.agent.settings import OwnLayers, merged, resolve
 from elasticd.daemon.config import Supervision
 from elasticd.daemon.jobs import check_parameters, command, digest
 from elasticd.daemon.slots import Slot
@@ -37,6 +37,7 @@ def agent_config(  # what goes into it comes from five places
     node: str,
     address: str,
     result_file: Path,
+    report_file: Path | None = None,
     own: OwnLayers | None = None,
 ) -> AgentConfig:
     """The configuration of one agent.
@@ -46,6 +47,7 @@ def agent_config(  # what goes into it comes from five places
         node: this node's name.
         address: where peers reach this node.
         result_file: where it leaves its last word.
+        report_file: where it says how the job goes; None: nowhere.
         own: settings of training that this daemon adds to those of the job file.
 
     Raises:
@@ -77,8 +79,8 @@ def agent_config(  # what goes into it comes from five places
             stop_grace=stop_grace,
             leave_timeout=stop_grace + LEAVE_SLACK,
             frozen_max=_either(spec.frozen_max, config.agent.frozen_max),
-            # Runs of one user share the lock, so that two of them are not the same node of the same job.
-            state_dir=default_state_dir() if config.agents is Supervision.CHILDREN else config.paths.run_dir,
+            state_dir=agents_state_dir(config),
+            checkpoints=_checkpoints_dir(config),
             user=spec.user,
             env=spec.env,
             devices=tuple(slot.gpu_uuid for slot in slots if slot.gpu_uuid),
@@ -86,6 +88,8 @@ def agent_config(  # what goes into it comes from five places
             trainer_file=dict(spec.trainer),
             trainer_command=dict(own.command),
             result_file=result_file,
+            report_file=report_file,
+            logs=config.logs,
         )
         resolve(told, None, None, own.environ)  # what etcd adds is the agent's to judge, in each generation
     except ValidationError as error:
@@ -95,6 +99,26 @@ def agent_config(  # what goes into it comes from five places
     except UsageError as error:
         raise UsageError(f"job {spec.name}: {error.message}", remedy=error.remedy) from None
     return told
+
+
+def agents_state_dir(config: DaemonConfig) -> Path:
+    """Where agents have what outlives them. Runs of one user share it, and the lock in it, so that two of them are not the same node of the same job."""
+    return default_state_dir() if config.agents is Supervision.CHILDREN else config.paths.run_dir
+
+
+def checkpoints_of(config: DaemonConfig, spec: JobSpec, own: OwnLayers) -> Path:
+    """The directory below which this node writes the checkpoints of a job. No layer of etcd may name one, so the node's own layers say it all."""
+    try:
+        settings, _ = merged(OwnLayers(file=spec.trainer, environ=own.environ, command=own.command), None, None)
+        named = settings.checkpoint_dir
+    except UsageError:  # a variable of the environment that names nothing; no agent is started then
+        named = None
+    return named or _checkpoints_dir(config)
+
+
+def _checkpoints_dir(config: DaemonConfig) -> Path:
+    """Of all jobs. Not where the lock is, which is meant to go with a boot: checkpoints are not, and /run is memory."""
+    return (default_state_dir() if config.agents is Supervision.CHILDREN else config.paths.state_dir) / "checkpoints"
 
 
 def check_fit(config: DaemonConfig, spec: JobSpec, own: OwnLayers | None = None) -> None:

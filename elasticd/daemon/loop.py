@@ -21,18 +21,22 @@ from elasticd.daemon.launching import agent_config, digest_of
 from elasticd.daemon.outlook import Lookout, Outlook
 from elasticd.daemon.reconcile import Action, AgentSeen, Check, Cordon, Desired, JobWanted, Leave, Seen, Start, Verdict, reconcile
 from elasticd.errors import ElasticdError, KVError, UsageError
-from elasticd.kv.types import Compare, Put, Target
+from elasticd.kv.types import Compare, Delete, Put, Target
+from elasticd.observability.redaction import know
 from elasticd.rendezvous.nodelock import boot_id
 from elasticd.rendezvous.records import TEXT_MAX, NodeJobState, NodePolicyRecord, NodeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from elasticd.daemon.acting import Acting
     from elasticd.daemon.agents import Agents
     from elasticd.daemon.checking import Checking
     from elasticd.daemon.config import DaemonConfig
+    from elasticd.daemon.detecting import Detecting
     from elasticd.daemon.jobs import JobFiles, JobSpec
     from elasticd.daemon.nodekey import NodeKey
+    from elasticd.daemon.nodereadings import NodeReadings
     from elasticd.daemon.slots import Inventory, Slot
     from elasticd.kv import EtcdKV
     from elasticd.rendezvous.records import TargetRecord
@@ -51,6 +55,13 @@ class Loop:
         address: where peers reach this node.
         owner: uid that job files must belong to.
         strangers_only: a job must name a user for its workers, who must not be who we are.
+
+    Attributes:
+        peer_port: where the API listens for other nodes; None if nowhere.
+        detecting: the detectors of this node, told which jobs run here; None if there are none.
+        readings: what they are told of the machine; None for nothing.
+        acting: what acts on what they find, if there is anything.
+        leaving: all agents are to leave.
     """
 
     def __init__(
@@ -87,6 +98,10 @@ class Loop:
         self._told: frozenset[str] = frozenset()
         self._stands: dict[str, tuple[NodeJobState, str]] = {}
         self._in_vain = False
+        self.peer_port: int | None = None
+        self.detecting: Detecting | None = None
+        self.readings: NodeReadings | None = None
+        self.acting: Acting | None = None
         self.leaving = False
 
     def reconfigure(self, config: DaemonConfig) -> None:
@@ -99,6 +114,7 @@ class Loop:
         now = time.monotonic()
         agents, blind = self._look_at_agents(now)
         self._look_at_etcd(sorted({*files.jobs, *agents}))
+        self._lift()
         desired = self._desired(files)
         seen = Seen(
             inventory=self._inventory,
@@ -113,6 +129,7 @@ class Loop:
         failures = [said for action in verdict.actions if (said := self._carry_out(action, files))]
         self._in_vain = bool(failures)
         self._pass_on_checkpoints()
+        self._tell_detectors(agents)
         self._end_deserted(agents)
         problems = self._problems(files, [*verdict.problems, *failures, *([blind] if blind else [])])
         self._say_changes(verdict, problems)
@@ -121,12 +138,16 @@ class Loop:
             Turn(
                 at=time.monotonic(),
                 registered=registered,
+                unregistered=self._node_key.problem if self._node_key and not registered else "",
                 etcd_problem=self._etcd_problem,
                 etcd_since=self._etcd_since,
                 slots=len(self._inventory.slots),
                 allowed=files.jobs,
                 times=self._config.agent,
                 jobs=verdict.jobs,
+                wanted={name: wanted.target for name, wanted in self._outlook.jobs.items() if wanted.target},
+                failed=frozenset(name for name, wanted in self._outlook.jobs.items() if wanted.failed),
+                policy=self._outlook.policy if self._outlook.revision else None,
                 problems=problems,
             )
         )
@@ -200,6 +221,7 @@ class Loop:
         found = [str(refused) for refused in files.refused]
         found += [*self._outlook.problems, *more]
         found += [self._node_key.problem] if self._node_key and self._node_key.problem else []
+        found += [self.acting.problem] if self.acting and self.acting.problem and not self._etcd_problem else []
         return tuple(problem[:TEXT_MAX] for problem in found[:_PROBLEMS_TOLD])
 
     # --- doing -----------------------------------------------------------------------------------------------------------
@@ -232,8 +254,10 @@ class Loop:
             node=self._board.node,
             address=self._address,
             result_file=self._agents.result_file(spec.name),
+            report_file=self._agents.report_file(spec.name),
             own=self._board.own,
         )
+        know(spec.env)
         self._agents.start(spec.name, told, slots=slots, digest=digest_of(spec, target))
 
     def _chosen(self, slots: tuple[str, ...]) -> tuple[Slot, ...]:
@@ -250,6 +274,18 @@ class Loop:
         log.error("node_cordoned" if done else "node_not_cordoned", reason=reason)
         self._checking.forget()  # whoever lifts it wants the checks to run again
 
+    def _lift(self) -> None:
+        """End what the policy said of this node for a time. Whoever kept it out may be gone; the node itself is not."""
+        policy, item = self._outlook.policy, self._outlook.policy_key
+        if self._etcd_problem or policy.until is None or item is None or time.time() < policy.until:
+            return
+        try:
+            compare = Compare(key=item.key, target=Target.MOD, op="==", value=item.mod_revision)
+            if self._kv.txn((compare,), (Delete(key=item.key),)).succeeded:
+                log.warning("comes_back", reason=policy.reason)
+        except KVError as error:
+            self._etcd(str(error))
+
     def _pass_on_checkpoints(self) -> None:
         """Ask the agents for what was asked of their generations. What was asked before this daemon was there has been passed on already."""
         asked = dict(self._outlook.checkpoints)
@@ -258,6 +294,13 @@ class Loop:
                 if number > self._checkpoints.get(job, 0):
                     self._agents.ask_checkpoint(job)
         self._checkpoints = asked if not self._etcd_problem or self._checkpoints is not None else None
+
+    def _tell_detectors(self, agents: Mapping[str, AgentSeen]) -> None:
+        if self.detecting is not None:
+            folder, node = self._config.paths.log_dir, self._board.node
+            self.detecting.watch({job: folder / job / node for job, agent in sorted(agents.items()) if agent.running})
+            for document in self.readings.due(time.monotonic(), time.time()) if self.readings is not None else ():
+                self.detecting.tell(document)
 
     def _end_deserted(self, agents: Mapping[str, AgentSeen]) -> None:
         """End what is to stop and has no member left. Whose agent runs here is left alone: it registers, or ends the job itself."""
@@ -299,6 +342,7 @@ class Loop:
             started_at=round(self._board.started_at, 3),
             jobs=tuple(job.model_copy(update={"why": _steady(job.why)}) for job in verdict.jobs),
             problems=problems,
+            peer_port=self.peer_port,
         )
         try:
             return self._node_key.keep(self._outlook.own, record)

@@ -36,9 +36,7 @@ class NodeKey:
         wake: called when the lease is lost, or etcd comes or goes.
     """
 
-    def __init__(
-        self, kv: EtcdKV, keys: ClusterKeys, node: str, *, ttl: float, may_renew: Callable[[], bool], wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, kv: EtcdKV, keys: ClusterKeys, node: str, *, ttl: float, may_renew: Callable[[], bool], wake: Callable[[], None]) -> None:
         self._kv = kv
         self._keys = keys
         self._key = keys.node(node)

@@ -19,8 +19,22 @@ from elasticd.daemon.audit import Audit, Caller
 from elasticd.daemon.configuring import all_kept, changed, check_change
 from elasticd.errors import AccessDeniedError, ConflictError, KVPermissionError, KVUnavailableError, NotAllowedError, NotRunningError, RecordError, RefusedError
 from elasticd.kv.types import Compare, Delete, KeyValue, Put, Target
+from elasticd.policy.budgets import Ledger as Deeds
 from elasticd.rendezvous import transitions
-from elasticd.rendezvous.records import ConfigRecord, NodeJobState, NodePolicyRecord, NodeRecord, RequestKind, RequestRecord, TargetRecord, parse
+from elasticd.rendezvous.records import (
+    ACKS_MAX,
+    TEXT_MAX,
+    ConfigRecord,
+    IncidentsRecord,
+    NodeJobState,
+    NodePolicyRecord,
+    NodeRecord,
+    PolicyRecord,
+    RequestKind,
+    RequestRecord,
+    TargetRecord,
+    parse,
+)
 from elasticd.rendezvous.transitions import Txn, unchanged
 from elasticd.rendezvous.view import Ledger, View
 
@@ -257,6 +271,47 @@ class Operations:
         """
         return self._request(caller, job, RequestKind.RESTART, reason)
 
+    def acknowledge(self, caller: Caller, job: str, incident: str, *, reason: str = "") -> Change:
+        """An operator sees to an incident: nothing more is done about it of free will, and nobody is alerted.
+
+        Raises:
+            NotRunningError: no node knows such an incident.
+            RefusedError: what was decided about the job cannot be read.
+        """
+        keys = self.keys.job(job)
+
+        def decide() -> _Step:
+            listing = self.kv.get_many([keys.policy])
+            item = listing.items[0] if listing.items else None
+            record = _policy_of(item, keys)
+            known = {str(one.get("about")) for one in record.decisions} | self._incidents(job)
+            if incident not in known:
+                raise NotRunningError(f"no node knows an incident {incident!r} of job {job!r}", remedy=f"see: elasticctl anomalies {job} --all")
+            said = f"{caller}{': ' + reason if reason else ''}"[:TEXT_MAX]
+            acks = {**{name: word for name, word in record.acks.items() if name != incident}, incident: said}
+            new = record.model_copy(update={"acks": dict(list(acks.items())[-ACKS_MAX:])})
+            compare = Compare(key=keys.policy, target=Target.MOD, op="==", value=item.mod_revision if item else 0)
+            txn = Txn((compare,), (Put(key=keys.policy, value=new.to_bytes()),))
+            before = record.acks.get(incident)
+            return _Step(
+                txn=txn if before is None else None,
+                before={"acknowledged": before} if before is not None else None,
+                after={"acknowledged": said},
+                revision=listing.revision,
+            )
+
+        return self._change(caller, "ack", decide, job=job, reason=reason)
+
+    def _incidents(self, job: str) -> set[str]:
+        """Names of those that daemons tell of."""
+        found: set[str] = set()
+        for item in self.kv.list(self.keys.incidents_of_job(job)).items:
+            try:
+                found |= {str(one.get("id")) for one in parse(IncidentsRecord, item.key, item.value, self.keys.job(job).scope).incidents}
+            except RecordError:
+                continue
+        return found
+
     # --- settings of training ---------------------------------------------------------------------------------------------
 
     def configure(
@@ -488,6 +543,20 @@ class Operations:
             return parse(NodePolicyRecord, item.key, item.value, self.keys.scope) if item else None
         except RecordError:
             return None  # garbage is replaced
+
+
+def _policy_of(item: KeyValue | None, keys: JobKeys) -> PolicyRecord:
+    """What was decided about a job so far.
+
+    Raises:
+        RefusedError: it cannot be read; to write it anew would forget what was done.
+    """
+    if item is None:
+        return PolicyRecord(scope=keys.scope, ledger=Deeds().as_dict())
+    try:
+        return parse(PolicyRecord, item.key, item.value, keys.scope)
+    except RecordError as error:
+        raise RefusedError(f"what was decided about job {keys.job!r} cannot be read: {error.message}", remedy=f"look at {item.key} in etcd") from None
 
 
 def _policy_shape(record: NodePolicyRecord | None) -> Shape | None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 from elasticd.daemon.reconcile import JobWanted, Policy
-from elasticd.errors import RecordError
+from elasticd.errors import KVError, RecordError
 from elasticd.kv.types import KeyValue, Listing, WatchBatch, WatchRange
-from elasticd.rendezvous.records import NodePolicyRecord, RequestKind, parse
+from elasticd.rendezvous.records import GenerationState, NodePolicyRecord, RequestKind, parse
 from elasticd.rendezvous.view import Ledger, View
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from elasticd.rendezvous.keys import ClusterKeys, JobKeys
 
 log = structlog.get_logger("elasticd.daemon")
+
+_PEERS_MAX = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,14 +48,20 @@ class Outlook:
     problems: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PeerSeen:
+    """An agent of another node, in a generation that trains."""
+
+    key: str
+    address: str
+    port: int
+
+
 class Lookout:
     """Reads this node's outlook, and wakes somebody when it changes.
 
     Args:
         on_change: called on the watch's thread.
-
-    Attributes:
-        peers: (address, port) of the agents of other nodes in generations that train, as last read.
     """
 
     def __init__(self, kv: EtcdKV, keys: ClusterKeys, node: str, on_change: Callable[[], None]) -> None:
@@ -65,7 +73,7 @@ class Lookout:
         self._watched: frozenset[str] = frozenset()
         self._ledgers: dict[str, Ledger] = {}
         self._policy = Policy()
-        self.peers: tuple[tuple[str, int], ...] = ()
+        self._peers: tuple[_PeerSeen, ...] = ()
 
     def read(self, jobs: Sequence[str]) -> Outlook:
         """Look now.
@@ -85,19 +93,37 @@ class Lookout:
         views = {job: self._view(job, keys, found, listing.revision) for job, keys in names.items()}
         for view in views.values():
             problems += view.problems.values()
-        active = [view.active for view in views.values() if view.active]
-        self.peers = tuple((one.address, one.probe_port) for record in active for one in record.members if one.id.node != self._node)
+        self._peers = tuple(
+            _PeerSeen(key=self._keys.job(job).member(one.id.node), address=one.address, port=one.probe_port)
+            for job, view in views.items()
+            if view.active
+            for one in view.active.members
+            if one.id.node != self._node
+        )
         self._follow(frozenset(jobs), listing.revision + 1)
         return Outlook(
             revision=listing.revision,
             own=found.get(own),
             policy_key=found.get(policy),
             policy=self._policy,
-            jobs={job: JobWanted(target=view.target.record if view.target else None, over=_over(view)) for job, view in views.items()},
+            jobs={job: JobWanted(target=view.target.record if view.target else None, over=_over(view), failed=_failed(view)) for job, view in views.items()},
             checkpoints={job: request for job, view in views.items() if (request := _checkpoint(view, found, self._keys.job(job)))},
             stopping=frozenset(job for job, view in views.items() if view.active and view.target and not view.target.record.run),
             problems=tuple(problems),
         )
+
+    def living_peers(self) -> list[tuple[str, int]]:
+        """(address, port) of agents of other nodes that train: in the generation as last read, and with a lease now. From any thread.
+
+        A generation outlives its members: after a power cut of them all it names agents that are no more. Only the first so many are looked at; none
+        if etcd does not answer, for then there is nothing to find out.
+        """
+        some = self._peers[:_PEERS_MAX]
+        try:
+            live = {item.key for item in self._kv.get_many([one.key for one in some]).items} if some else set()
+        except KVError:
+            return []
+        return [(one.address, one.port) for one in some if one.key in live]
 
     def close(self) -> None:
         """End the watch."""
@@ -124,7 +150,7 @@ class Lookout:
         except RecordError as error:
             problems.append(error.message)
             return
-        self._policy = Policy(cordoned=record.cordoned, draining=record.draining, reason=record.reason)
+        self._policy = Policy(cordoned=record.cordoned, draining=record.draining, reason=record.reason, until=record.until)
 
     def _view(self, job: str, keys: Sequence[str], found: Mapping[str, KeyValue], revision: int) -> View:
         ledger = self._ledgers.setdefault(job, Ledger(self._keys.job(job)))
@@ -154,6 +180,10 @@ def _over(view: View) -> str:
         return ""
     record = view.generation.record
     return f"{record.state.value} at generation {record.number}: {record.reason}"
+
+
+def _failed(view: View) -> bool:
+    return view.over and view.generation is not None and view.generation.record.state is GenerationState.FAILED
 
 
 def _checkpoint(view: View, found: Mapping[str, KeyValue], keys: JobKeys) -> int:

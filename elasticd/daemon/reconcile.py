@@ -33,21 +33,24 @@ class JobWanted:
     Attributes:
         target: None: nobody has started it yet.
         over: why it has ended, "" while it has not.
+        failed: it ended since it could not go on.
         problem: why it cannot run here with the parameters that are wanted, "" if it can.
     """
 
     target: TargetRecord | None = None
     over: str = ""
+    failed: bool = False
     problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What operators want of this node."""
+    """What operators want of this node, or the policy; `until`: that ends then, seconds since the epoch."""
 
     cordoned: bool = False
     draining: bool = False
     reason: str = ""
+    until: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,9 +232,7 @@ def _running(name: str, agent: AgentSeen, desired: Desired, seen: Seen) -> tuple
     return NodeJob(name=name, state=NodeJobState.RUNNING, slots=size, why=why), None
 
 
-def _hindrance(
-    name: str, agent: AgentSeen | None, desired: Desired, seen: Seen, now: float
-) -> tuple[NodeJobState | None, str, float | None]:
+def _hindrance(name: str, agent: AgentSeen | None, desired: Desired, seen: Seen, now: float) -> tuple[NodeJobState | None, str, float | None]:
     """Why a job whose agent does not run is not to be started now (state, words, when that changes by itself); state None: it is to be."""
     wanted = desired.jobs.get(name, JobWanted())
     if name in desired.refused:

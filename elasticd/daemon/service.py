@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final
@@ -24,23 +25,33 @@ from prometheus_client import CollectorRegistry
 
 from elasticd import __version__
 from elasticd.agent.settings import OwnLayers
+from elasticd.daemon.acting import Acting
 from elasticd.daemon.agents import Agents
 from elasticd.daemon.api.server import ApiServer
 from elasticd.daemon.backends import ChildBackend, ProcessBackend, UnitBackend, systemd_job_of
 from elasticd.daemon.board import Board
 from elasticd.daemon.checking import Checking
 from elasticd.daemon.config import DaemonConfig, Supervision
+from elasticd.daemon.detecting import Detecting
+from elasticd.daemon.gpureadings import Gpus
 from elasticd.daemon.health import Checker
+from elasticd.daemon.kmsg import KernelLog
 from elasticd.daemon.launching import leave_budget
 from elasticd.daemon.loop import Loop
 from elasticd.daemon.machine import Machine
 from elasticd.daemon.metrics import Metrics
 from elasticd.daemon.nodekey import NodeKey, incarnation
+from elasticd.daemon.nodereadings import NodeReadings
 from elasticd.daemon.notify import Notifier
 from elasticd.daemon.outlook import Lookout
 from elasticd.daemon.reconcile import Verdict
+from elasticd.daemon.reports import Reports
+from elasticd.daemon.telemetry import REPORTS
+from elasticd.daemon.volumes import volumes_of
 from elasticd.errors import ElasticdError, RefusedError, UsageError
 from elasticd.kv import EtcdKV
+from elasticd.observability.logging import bind, set_level
+from elasticd.policy.settings import Settings
 from elasticd.rendezvous.nodelock import FileLock
 from elasticd.rendezvous.records import NodeJobState
 
@@ -49,11 +60,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from elasticd.daemon.agents import Backend
+    from elasticd.daemon.kmsg import KernelEvent
 
 log = structlog.get_logger("elasticd.daemon")
 
 UNIT: Final = "elasticd.service"
-_FIXED: Final = ("cluster", "node", "address", "slots", "agents", "etcd", "timing", "paths", "api", "metrics", "peer")
+_PATIENCE: Final = 5.0
+"""Seconds for etcd to find a leader and to end the leases of who is gone, beyond two of their times."""
+_FIXED: Final = ("cluster", "node", "address", "slots", "agents", "etcd", "timing", "paths", "api", "metrics", "peer", "detectors", "policy")
 """Parts of the configuration that a reload does not change."""
 _STALLED_SLACK: Final = 20.0
 """Seconds beyond loop_wait after which a loop counts as stuck: etcd calls, systemctl and job files may all be slow at once."""
@@ -86,14 +100,25 @@ class Service:
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        config = DaemonConfig.read(self._path)
-        config.check_files()
+        config = self._read()
         notifier = Notifier()
         with ExitStack() as stack:
             stack.callback(notifier.close)
             code = self._serve(config, notifier, stack)
         log.info("daemon_ended", code=code)
         return code
+
+    def _read(self) -> DaemonConfig:
+        """The configuration, and its level of logging put to use.
+
+        Raises:
+            UsageError: it cannot be read or is no good.
+        """
+        config = DaemonConfig.read(self._path)
+        config.check_files()
+        config = config.model_copy(update={"logs": config.logs.overruled(os.environ)})
+        set_level(config.logs.number)
+        return config
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._signals.append(signal.Signals(number))
@@ -102,6 +127,7 @@ class Service:
 
     def _serve(self, config: DaemonConfig, notifier: Notifier, stack: ExitStack) -> int:
         machine = Machine.look(config)
+        bind(node=machine.node)
         stack.enter_context(
             FileLock(
                 config.paths.run_dir,
@@ -126,7 +152,7 @@ class Service:
         if machine.supervision is not Supervision.CHILDREN:
             node_key = NodeKey(kv, config.keys, machine.node, ttl=config.timing.ttl, may_renew=lambda: not board.stuck, wake=board.wake)
             stack.callback(node_key.close)
-        checking = Checking(Checker(config.health, config.paths.log_dir, lambda: lookout.peers), board.wake)
+        checking = Checking(Checker(config.health, config.paths.log_dir, lookout.living_peers, patience=2 * config.agent.ttl + _PATIENCE), board.wake)
         stack.callback(checking.close)
         loop = Loop(
             config,
@@ -141,11 +167,21 @@ class Service:
             owner=0 if machine.supervision is Supervision.SYSTEMD else os.geteuid(),
             strangers_only=machine.supervision is Supervision.SYSTEMD,
         )
+        due = threading.Event()
+        detecting = self._detecting(config, due, stack)
+        loop.detecting = detecting
+        acting = loop.acting = self._acting(config, machine.node, detecting, due, kv, operator_kv, stack)
+        gpus = Gpus()
+        loop.readings = NodeReadings(machine.node, volumes_of(config, board), gpus.read)
+        kernel = KernelLog(gpus.index_of, note=config.paths.run_dir / "kmsg.json", told=lambda event: _tell_kernel(detecting, machine.node, event))
+        stack.callback(kernel.close)
+        kernel.start()
         registry = CollectorRegistry()
-        Metrics(registry, board)
-        api = ApiServer.of(config, kv=kv, operator_kv=operator_kv, board=board, registry=registry)
+        Metrics(registry, board, config=config, kvs=(kv, operator_kv), gpus=gpus, kernel=kernel, detecting=detecting, acting=acting)
+        api = ApiServer.of(config, kv=kv, operator_kv=operator_kv, board=board, registry=registry, gpus=gpus, detecting=detecting)
         api.start()
         stack.callback(api.stop, 5.0)
+        loop.peer_port = api.peer_address[1] if api.peer_address else None
         log.info(
             "daemon_started",
             version=__version__,
@@ -159,6 +195,38 @@ class Service:
         return self._turn_until_told(config, loop, board, agents, notifier, kvs=(kv, operator_kv), api=api)
 
     # --- the life of the loop --------------------------------------------------------------------------------------------
+
+    def _detecting(self, config: DaemonConfig, due: threading.Event, stack: ExitStack) -> Detecting | None:
+        """The detectors of this node, if it is to have any."""
+        section = config.detectors
+        if not section.run:
+            return None
+        options = ["--width", f"{section.width:g}", *(word for path in section.signatures for word in ("--signatures", str(path)))]
+        options += [] if section.forest else ["--no-forest"]
+        detecting = Detecting(config.paths.state_dir / "detectors", options=options, wake=due.set)
+        stack.callback(detecting.close)
+        detecting.start()
+        return detecting
+
+    def _acting(
+        self, config: DaemonConfig, node: str, detecting: Detecting | None, due: threading.Event, kv: EtcdKV, operator_kv: EtcdKV, stack: ExitStack
+    ) -> Acting | None:
+        """What acts on what they find."""
+        if detecting is None:
+            return None
+        acting = Acting(
+            kv=kv,
+            operator_kv=operator_kv,
+            keys=config.keys,
+            node=node,
+            settings=Settings.from_dict(config.policy),
+            detecting=detecting,
+            reports=Reports(config.paths.run_dir / REPORTS),
+            due=due,
+        )
+        stack.callback(acting.close)
+        acting.start()
+        return acting
 
     def _turn_until_told(
         self, config: DaemonConfig, loop: Loop, board: Board, agents: Agents, notifier: Notifier, *, kvs: tuple[EtcdKV, ...], api: ApiServer
@@ -215,8 +283,7 @@ class Service:
         """Read everything again. What is bad is named, and what was in use stays in use."""
         notifier.reloading()
         try:
-            fresh = DaemonConfig.read(self._path)
-            fresh.check_files()
+            fresh = self._read()
             fixed = [name for name in _FIXED if getattr(fresh, name) != getattr(config, name)]
             if fixed:
                 raise UsageError(f"{', '.join(fixed)} changed", remedy="that needs `systemctl restart elasticd`; training goes on meanwhile")
@@ -234,6 +301,11 @@ class Service:
         return fresh
 
 
+def _tell_kernel(detecting: Detecting | None, node: str, event: KernelEvent) -> None:
+    if detecting is not None:
+        detecting.tell({"event": "kernel_event", "time": time.time(), "node": node, "text": event.text})
+
+
 def _backend(supervision: Supervision) -> Backend:
     backends: dict[Supervision, Callable[[], Backend]] = {
         Supervision.SYSTEMD: UnitBackend,
@@ -245,12 +317,14 @@ def _backend(supervision: Supervision) -> Backend:
 
 def _turn(loop: Loop, board: Board, notifier: Notifier) -> Verdict:
     """One turn. A fault of ours is logged and does not end the daemon; if it lasts, there is no sign of life, and the watchdog does."""
+    began = time.monotonic()
     try:
         verdict = loop.turn()
     except Exception:
         log.exception("turn_failed")
         board.wait(1.0)
         return Verdict(actions=(), jobs=board.turn.jobs)
+    board.turns.add(time.monotonic() - began)
     notifier.alive()
     notifier.status(_status(board))
     return verdict
@@ -279,4 +353,5 @@ def _status(board: Board) -> str:
     jobs = ", ".join(f"{job.name} {job.state.value}" for job in turn.jobs) or "no jobs"
     if turn.etcd_problem:
         return f"etcd is out of reach ({turn.etcd_problem}); {jobs}"
-    return f"{'registered' if turn.registered else 'not registered'}; {jobs}"
+    why = f" ({turn.unregistered})" if turn.unregistered else ""
+    return f"{'registered' if turn.registered else 'not registered'}{why}; {jobs}"

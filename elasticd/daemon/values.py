@@ -13,8 +13,13 @@ from typing import Annotated, Final, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from elasticd.observability.harmless import harmless
+from elasticd.observability.harmless import one_line as harmless_line
+
 LINE_MAX: Final = 300
 """Characters of one line for people."""
+TEXT_MAX: Final = 64 * 1024
+"""Characters of any other text."""
 _CREDENTIAL: Final = "credential:"
 
 
@@ -47,14 +52,13 @@ def _refuse_credential(value: object) -> object:
 
 
 def printable(text: str) -> str:
-    """Without what could steer a terminal, break a line, or not be UTF-8: each such character becomes "?"."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    """Harmless (`observability.harmless`), TEXT_MAX characters at most."""
+    return harmless(text, TEXT_MAX)
 
 
 def one_line(text: str) -> str:
     """In one line for people, LINE_MAX characters at most."""
-    line = printable(" ".join(text.split()))
-    return line if len(line) <= LINE_MAX else line[: LINE_MAX - 1] + "…"
+    return harmless_line(text, LINE_MAX)
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> str:

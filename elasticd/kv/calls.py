@@ -14,7 +14,7 @@ import structlog
 
 from elasticd.errors import KVClosedError, KVUnavailableError
 from elasticd.kv import _etcd3, outcomes
-from elasticd.kv.outcomes import Failure
+from elasticd.kv.outcomes import Code, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,12 +129,15 @@ class Caller:
     def _attempt(self, operation: str, endpoint: str, send: Callable[[Link, float], _T], timeout: float) -> _T | Failure:
         self.check_open(operation)
         self._counters.request(operation)
+        began = time.monotonic()
         try:
             answer = send(self._channels.link(endpoint), timeout)
         except (_etcd3.grpc.RpcError, ValueError, OSError) as error:
             self._counters.add("failures")
             failure = failure_of(error, tls=self._tls)
+            self._counters.ended(failure.code, time.monotonic() - began)
         else:
+            self._counters.ended(Code.OK, time.monotonic() - began)
             self._ring.worked(endpoint)
             return answer
         if failure.error is KVClosedError:

@@ -18,6 +18,7 @@ from elasticd.errors import KVError, LeaseLostError
 from elasticd.kv import _etcd3
 from elasticd.kv.calls import SHORTEST, Caller, Pauses, failure_of
 from elasticd.kv.channels import METADATA, Channels
+from elasticd.kv.outcomes import Code
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,14 +173,16 @@ class Lease:
         try:
             answer = self._channels.link(endpoint).keepalive(_etcd3.rpc.LeaseKeepAliveRequest(ID=self.id), timeout=timeout, metadata=METADATA)
         except Exception as error:  # whatever it is, the next try may bring the renewal
-            return None if self._stop.is_set() else self._unanswered(endpoint, error)
+            return None if self._stop.is_set() else self._unanswered(endpoint, error, boottime() - sent)
+        self._counters.ended(Code.OK, boottime() - sent)
         self._ring.worked(endpoint)
         if answer.TTL > 0:
             self._last_renewed = sent
         return max(0, int(answer.TTL))
 
-    def _unanswered(self, endpoint: str, error: Exception) -> int | None:
+    def _unanswered(self, endpoint: str, error: Exception, seconds: float) -> int | None:
         failure = failure_of(error, tls=self._config.tls is not None)
+        self._counters.ended(failure.code, seconds)
         if failure.error is LeaseLostError:
             return 0
         self._counters.add("failures")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 
 from elasticd.errors import KVClosedError, KVError, KVInvalidError, KVPermissionError, KVUnavailableError, LeaseLostError
 
@@ -44,6 +45,16 @@ _CAUSES: tuple[tuple[str, str], ...] = (
 )
 
 
+class Code(StrEnum):
+    """How one attempt at one endpoint ended, as it is counted."""
+
+    OK = "ok"
+    UNAVAILABLE = "unavailable"  # nothing there, or it does not serve
+    TIMEOUT = "timeout"  # no answer in time
+    DENIED = "denied"  # it says that we may not
+    ERROR = "error"  # it refuses what was asked: a lease that is gone, a request that makes no sense
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
     """One failed attempt.
@@ -52,16 +63,27 @@ class Failure:
         error: the class to raise if nothing else helps.
         cause: one phrase for a person.
         maybe_done: the request may have been applied, or may be yet.
+        late: there was no answer in time.
     """
 
     error: type[KVError]
     cause: str
     maybe_done: bool
+    late: bool = False
 
     @property
     def moves(self) -> bool:
         """Whether another endpoint may answer better."""
         return self.error is KVUnavailableError
+
+    @property
+    def code(self) -> Code:
+        """What it is counted as."""
+        if self.error is KVPermissionError:
+            return Code.DENIED
+        if self.error in (KVUnavailableError, KVClosedError):
+            return Code.TIMEOUT if self.late else Code.UNAVAILABLE
+        return Code.ERROR
 
 
 def error_class(code: str, details: str) -> type[KVError]:
@@ -107,4 +129,5 @@ def judge(code: str, details: str, *, tls: bool) -> Failure:
     text = details.lower()
     error = error_class(code, details)
     done = error in (KVUnavailableError, KVClosedError) and not any(mark in text for mark in _NOT_DONE)
-    return Failure(error=error, cause=cause_of(code, details, tls=tls), maybe_done=done)
+    late = code == "DEADLINE_EXCEEDED" or "request timed out" in text
+    return Failure(error=error, cause=cause_of(code, details, tls=tls), maybe_done=done, late=late)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from elasticd.observability.durations import Counted
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TLSFiles:
@@ -154,7 +156,14 @@ class WatchBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVStats:
-    """Counters since the client was made, for metrics and benches."""
+    """Counters since the client was made, for metrics and benches.
+
+    Attributes:
+        requests: attempts that were begun, keepalives excepted.
+        by_code: `outcomes.Code` -> attempts that ended so, keepalives included.
+        durations: of these.
+        last_success: when one ended well last, in seconds since the epoch; 0 if none has.
+    """
 
     requests: int = 0
     failures: int = 0
@@ -164,3 +173,6 @@ class KVStats:
     bytes_sent: int = 0
     bytes_received: int = 0
     by_operation: dict[str, int] = field(default_factory=dict)
+    by_code: dict[str, int] = field(default_factory=dict)
+    durations: Counted = field(default_factory=Counted)
+    last_success: float = 0.0

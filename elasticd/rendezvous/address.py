@@ -14,6 +14,7 @@ from pathlib import Path
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
+
 def address_on_the_way_to(endpoint: str) -> str:
     """The address of this machine that its packets to `endpoint` ("host:port") bear. Nothing is sent: a datagram socket only looks up its route.
 

@@ -13,12 +13,13 @@ import structlog
 
 from elasticd.errors import KVClosedError
 from elasticd.rendezvous import transitions
+from elasticd.rendezvous.records import RequestKind
 from elasticd.rendezvous.view import Ledger, View
 
 if TYPE_CHECKING:
     from elasticd.kv import EtcdKV
     from elasticd.rendezvous.keys import JobKeys
-    from elasticd.rendezvous.records import CheckpointRecord
+    from elasticd.rendezvous.records import CheckpointRecord, GenerationRecord
 
 log = structlog.get_logger("elasticd.rendezvous")
 
@@ -58,6 +59,14 @@ class Commits:
                 self._as_of = view.revision
                 self._newest = view.checkpoint.record if view.checkpoint else None
 
+    def active(self) -> GenerationRecord | None:
+        """The generation that is active now; None if none is.
+
+        Raises:
+            KVError: etcd cannot be reached.
+        """
+        return self._look().active
+
     def commit(self, record: CheckpointRecord) -> bool:
         """See `Member.commit`."""
         for _ in range(TRIES):
@@ -78,9 +87,10 @@ class Commits:
         return False
 
     def _look(self) -> View:
-        """The generation and the checkpoint, at one revision, now."""
-        ledger = Ledger(self._keys)
-        ledger.load(self._client().get_many([self._keys.generation, self._keys.checkpoint]))
+        """The generation, the checkpoint, and what may not be committed, at one revision, now."""
+        keys = self._keys
+        ledger = Ledger(keys)
+        ledger.load(self._client().get_many([keys.generation, keys.checkpoint, keys.policy, keys.request(RequestKind.ROLLBACK.value)]))
         view = ledger.view()
         self.note(view)
         return view

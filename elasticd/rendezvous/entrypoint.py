@@ -103,9 +103,7 @@ def address_towards(endpoint: str) -> str:
         raise UsageError(msg, remedy="give --local-addr (torchrun) or --address, and check the endpoint") from None
 
 
-def member_config(
-    endpoint: str, run_id: str, min_nodes: int, max_nodes: int, local_addr: str | None, options: Mapping[str, Any]
-) -> MemberConfig:
+def member_config(endpoint: str, run_id: str, min_nodes: int, max_nodes: int, local_addr: str | None, options: Mapping[str, Any]) -> MemberConfig:
     """What torchrun's options mean for a member."""
     from elasticd.kv.types import KVConfig, TLSFiles
     from elasticd.rendezvous.config import MemberConfig

@@ -10,12 +10,14 @@ Owns: the layout below one prefix. Must not: read or write anything.
         audit/<slot>            ring of what operators changed
         config/cluster          settings of training for all jobs, operators' word
         config/job/<job>        their word for one job
+        incidents/<job>/<node>  what the detectors of a node say of a job
         jobs/<job>/
             target              wanted size and limits
             proposal            the coordinator's next world, pending
             generation          the world that trains, or how the job ended
             budget              restarts used
             checkpoint          newest committed checkpoint
+            policy              what was done about failures and incidents, and what may be
             members/<node>      one agent each, under its lease
             requests/<kind>     what operators ask of the generation that trains
             events/<slot>-<what>  ring of what happened
@@ -97,6 +99,11 @@ class JobKeys:
     def checkpoint(self) -> str:
         """Newest committed checkpoint."""
         return self.prefix + "checkpoint"
+
+    @property
+    def policy(self) -> str:
+        """What was done about failures and incidents, and what may be."""
+        return self.prefix + "policy"
 
     @property
     def members(self) -> str:
@@ -184,6 +191,19 @@ class ClusterKeys:
     def config_of_job(self, job: str) -> str:
         """Those for one job."""
         return self.config_of_jobs + checked_name("job", job)
+
+    @property
+    def incidents(self) -> str:
+        """Prefix of what detectors say."""
+        return self.prefix + "incidents/"
+
+    def incidents_of_job(self, job: str) -> str:
+        """Prefix of what they say of one job."""
+        return f"{self.incidents}{checked_name('job', job)}/"
+
+    def incidents_of(self, job: str, node: str) -> str:
+        """What those of one node say of one job."""
+        return self.incidents_of_job(job) + checked_name("node", node)
 
     def node(self, name: str) -> str:
         """One daemon's key."""

@@ -31,6 +31,7 @@ from elasticd.rendezvous.ownkey import OwnKey
 from elasticd.rendezvous.peers import PeerMonitor, bind, neighbours
 from elasticd.rendezvous.records import PARTS_MAX, Mode
 from elasticd.rendezvous.sight import Sight
+from elasticd.rendezvous.standing import Standing, standing
 from elasticd.rendezvous.view import View
 
 if TYPE_CHECKING:
@@ -193,6 +194,13 @@ class Member:
         """What the job waits for, in one line, as far as this member knows."""
         return self._desk.why
 
+    @property
+    def standing(self) -> Standing:
+        """How this member stands in its job."""
+        sight, own = self._sight, self._own
+        me = own.me if own is not None and self._started else None
+        return standing(self._view, me, whole=sight is not None and sight.coordinator, frozen=self._outage_since is not None)
+
     def stopping(self) -> None:
         """The workers are being stopped, by order or for their own failure; ends with `report_stopped`."""
         self._desk.stopping()
@@ -244,6 +252,14 @@ class Member:
             KVError: etcd cannot be reached; it may be committed, or be so soon. Asking again tells.
         """
         return self._commits.commit(record)
+
+    def active(self) -> GenerationRecord | None:
+        """The generation that is active now, read from etcd; None if none is.
+
+        Raises:
+            KVError: etcd cannot be reached.
+        """
+        return self._commits.active()
 
     def ask_to_leave(self) -> None:
         """Ask to be left out. The workers go on until `directive` says Stop; then `wait_left` (PROTOCOL 18)."""
@@ -469,7 +485,7 @@ class Member:
             return
         log.info(
             "generation_formed",
-            number=number,
+            generation=number,
             nodes=len(generation.members),
             world_size=generation.world_size,
             cause=str(generation.cause),

@@ -29,8 +29,10 @@ from elasticd.rendezvous.records import (
     ResumePoint,
     StoreAddress,
     TargetRecord,
+    Void,
 )
 from elasticd.rendezvous.resume import Choice, choose_resume
+from elasticd.rendezvous.rollback import voids
 from elasticd.rendezvous.view import Keyed, View
 
 
@@ -112,18 +114,20 @@ class Activate:
     restarts: int
     resume: ResumePoint | None = None
     fell_back: CheckpointRecord | None = None
+    void: tuple[Void, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
     """Close the job: succeeded, failed with its budget used up, or stopped by an operator.
 
-    `drained`: every member of the generation is known to have stopped.
+    `drained`: every member of the generation is known to have stopped. `code`: the job's exit code, where it has one of its own; else 0.
     """
 
     state: GenerationState
     reason: str
     drained: bool = False
+    code: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,6 +293,8 @@ def plan(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
         return End(state=GenerationState.SUCCEEDED, reason="every worker finished", drained=True)
     if not target.run:
         return _plan_stop(view, target, now, memory, timing)
+    if asked := view.asked(RequestKind.FAIL):
+        return End(state=GenerationState.FAILED, reason=asked.reason, drained=not what.running and not what.lost, code=asked.code)
     if view.pending:
         return _plan_pending(view, view.pending.record, target, now, memory, timing)
     if view.active is None:
@@ -352,10 +358,13 @@ def _plan_running(view: View, target: TargetRecord, what: Fate, now: float, memo
         return _propose(view, target, Mode.KILL, Cause(kind=CauseKind.WORKER_STOPPED, nodes=_nodes(_ids(what.idle))), marks)
     if what.finished:
         return Wait(why=f"{len(what.finished)} of {len(what.finished) + len(what.running)} nodes have finished")
+    if asked := view.asked(RequestKind.ROLLBACK):
+        return _propose(view, target, Mode.KILL, Cause(kind=CauseKind.ROLLBACK, detail=asked.reason), marks)
     if what.leaving:
         return _propose(view, target, Mode.AGREED_STOP, Cause(kind=CauseKind.LEAVE, nodes=_nodes(_ids(what.leaving))), marks)
     if asked := view.asked(RequestKind.RESTART):
-        return _propose(view, target, Mode.AGREED_STOP, Cause(kind=CauseKind.RESTART, detail=asked.reason), marks)
+        mode = Mode.KILL if asked.at_once else Mode.AGREED_STOP
+        return _propose(view, target, mode, Cause(kind=CauseKind.RESTART, detail=asked.reason), marks)
     if target.paused:
         return Wait(why="training, paused: nobody joins and nothing is scaled")
     return _plan_size(view, target, marks, now, memory, timing)
@@ -521,6 +530,8 @@ def _resume(view: View, members: Sequence[MemberId], mode: Mode) -> Choice:
         lost={identity: keyed.record.lost for identity, keyed in view.present.items() if keyed.record.lost},
         members=members,
         planned=mode is Mode.AGREED_STOP,
+        void=voids(view),
+        began_empty=view.generation is None or view.generation.record.resume is None,
     )
 
 
@@ -534,6 +545,7 @@ def _activate(view: View, proposal: ProposalRecord, choice: Choice) -> Activate:
         restarts=previous.restarts + 1 if previous else 0,
         resume=choice.resume,
         fell_back=choice.fell_back,
+        void=voids(view),
     )
 
 

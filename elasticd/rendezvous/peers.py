@@ -145,9 +145,7 @@ class PeerMonitor:
         now = time.monotonic()
         with self._lock:
             return tuple(
-                identity
-                for identity, peer in self._peers.items()
-                if peer.dead or now - peer.answered_at > SILENT_AFTER or peer.generation != generation
+                identity for identity, peer in self._peers.items() if peer.dead or now - peer.answered_at > SILENT_AFTER or peer.generation != generation
             )
 
     def _wake(self) -> None:

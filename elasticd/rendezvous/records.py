@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from elasticd.errors import RecordError
 
@@ -33,6 +33,14 @@ LOST_MAX: Final = 16
 """Most digests that a member's key declares lost."""
 PARTS_MAX: Final = 8
 """Most parts of a fingerprint."""
+VOID_MAX: Final = 8
+"""Most stretches of a job's past that are void; the oldest is forgotten."""
+DECISIONS_MAX: Final = 24
+"""Most decisions that a job's policy key tells of."""
+ACKS_MAX: Final = 64
+"""Most incidents of which it is remembered that an operator knows them."""
+INCIDENTS_MAX: Final = 8
+"""Most incidents that one node tells of for one job."""
 
 
 class Record(BaseModel):
@@ -105,6 +113,20 @@ class ResumePoint(SnapshotRef):
     holders: tuple[Name, ...] = ()
 
 
+class Void(Part):
+    """A stretch of a job's past that no generation begins with again: states of `generation` from `step` on.
+
+    Attributes:
+        until: the step at which it was left; where `skip`, the data of the steps up to it are not trained on again.
+        skip: whether they are not.
+    """
+
+    generation: Number
+    step: Number
+    until: Number
+    skip: bool = False
+
+
 class MemberRecord(Record):
     """`members/<node>`: one agent, under its lease.
 
@@ -155,7 +177,8 @@ class CauseKind(StrEnum):
     WORKER_STOPPED = "worker_stopped"
     LEAVE = "leave"
     SCALE = "scale"
-    RESTART = "restart"  # an operator's word
+    RESTART = "restart"  # an operator's word, or the policy's
+    ROLLBACK = "rollback"  # the policy's: the state is bad
     STOP = "stop"  # an operator's word
 
 
@@ -223,6 +246,8 @@ class GenerationRecord(Record):
         formed_at: seconds since the epoch on the coordinator's clock, for people only; no decision reads it.
         drained: when the job ended, every member of this generation had been seen to have stopped: nobody trains on unseen.
         resume: the state that all begin with; None is the very beginning.
+        void: states that no generation begins with, this one and later ones, the oldest first.
+        code: exit code of a job that failed, where there is one of its own; 0: the usual one.
     """
 
     number: Annotated[int, Field(ge=1, lt=2**53)]
@@ -237,6 +262,8 @@ class GenerationRecord(Record):
     not_ready: dict[str, int] = {}
     drained: bool = False
     resume: ResumePoint | None = None
+    void: Annotated[tuple[Void, ...], Field(max_length=VOID_MAX)] = ()
+    code: Annotated[int, Field(ge=0, le=255)] = 0
 
     @cached_property
     def ids(self) -> tuple[MemberId, ...]:
@@ -339,6 +366,8 @@ class RequestKind(StrEnum):
 
     RESTART = "restart"
     CHECKPOINT = "checkpoint"
+    ROLLBACK = "rollback"
+    FAIL = "fail"
 
 
 class RequestRecord(Record):
@@ -348,12 +377,51 @@ class RequestRecord(Record):
         generation: the one it is asked of.
         by: who asks.
         at: seconds since the epoch, for people.
+        at_once: of a restart: the workers hang, and are killed; else they stop at a step that all agree on.
+        before: of a rollback: no state of this generation from this step on is begun with.
+        until: of a rollback: the step that the job has come to.
+        skip_data: of a rollback: the data of the steps up to `until` are not trained on again.
+        code: of a failure: the job's exit code.
     """
 
     kind: RequestKind
     generation: Annotated[int, Field(ge=1, lt=2**53)]
     reason: Text = ""
     by: Text = ""
+    at: float = 0.0
+    at_once: bool = False
+    before: Number | None = None
+    until: Number | None = None
+    skip_data: bool = False
+    code: Annotated[int, Field(ge=0, le=255)] = 0
+
+
+class PolicyRecord(Record):
+    """`policy`: what was done about failures and incidents, and what may be done yet. Whoever acts writes it in the same transaction.
+
+    Attributes:
+        ledger: as `elasticd.policy.budgets.Ledger.as_dict` has it.
+        decisions: the last ones, the oldest first, as `elasticd.policy.decisions.Decision.as_dict` has them.
+        hold: the generation whose states must not be committed as checkpoints: its state may be bad; None if there is none.
+        acks: incidents of which an operator said that he knows: id -> who, when and why, in one line.
+    """
+
+    ledger: dict[str, JsonValue]
+    decisions: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=DECISIONS_MAX)] = ()
+    hold: Number | None = None
+    acks: Annotated[dict[str, Text], Field(max_length=ACKS_MAX)] = {}
+
+
+class IncidentsRecord(Record):
+    """`incidents/<job>/<node>`: what the detectors of one node say of one job, for whoever decides.
+
+    Attributes:
+        incidents: those that are open or have just ended, as `detectors.incidents.Incident.as_dict` has them.
+        at: seconds since the epoch on the node's clock.
+    """
+
+    node: Name
+    incidents: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=INCIDENTS_MAX)] = ()
     at: float = 0.0
 
 
@@ -390,6 +458,7 @@ class NodeRecord(Record):
         gpus: UUIDs of its GPUs.
         jobs: the jobs that it may run, and how they stand here.
         problems: what an operator should know: job files refused, checks that failed.
+        peer_port: where its daemon listens for other nodes, None if nowhere.
     """
 
     node: Name
@@ -403,6 +472,7 @@ class NodeRecord(Record):
     started_at: float = 0.0
     jobs: Annotated[tuple[NodeJob, ...], Field(max_length=256)] = ()
     problems: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
+    peer_port: Port | None = None
 
 
 class NodePolicyRecord(Record):
@@ -414,6 +484,9 @@ class NodePolicyRecord(Record):
         reason: why, for people.
         by: who.
         at: seconds since the epoch, for people.
+        until: the policy's word ends then, seconds since the epoch; None: somebody has to lift it.
+        about: the incident that it is about, "" for an operator's word.
+        statistic: neither certain nor corroborated evidence was the reason.
     """
 
     cordoned: bool = False
@@ -421,6 +494,9 @@ class NodePolicyRecord(Record):
     reason: Text
     by: Text = ""
     at: float = 0.0
+    until: float | None = None
+    about: Annotated[str, Field(max_length=300)] = ""
+    statistic: bool = False
 
 
 class AuditRecord(Record):

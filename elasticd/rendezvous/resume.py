@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from elasticd.rendezvous.records import CheckpointRecord, MemberId, ResumePoint, SnapshotRef
+from elasticd.rendezvous.records import CheckpointRecord, MemberId, ResumePoint, SnapshotRef, Void
+from elasticd.rendezvous.rollback import is_void
 
 SHOWN: Final = 12
 """Characters of a digest that people are shown."""
@@ -68,6 +69,8 @@ def choose_resume(
     lost: Mapping[MemberId, Sequence[str]] = _NOBODY,
     members: Collection[MemberId] = (),
     planned: bool = False,
+    void: Sequence[Void] = (),
+    began_empty: bool = True,
 ) -> Choice:
     """Choose the state that the next generation begins with.
 
@@ -82,7 +85,14 @@ def choose_resume(
         lost: what each of them was to hold and cannot read any more; what it holds all the same is not lost.
         members: who is to begin with it; all who are here if nobody is named.
         planned: the last generation stopped by agreement.
+        void: what nothing is begun with, the committed checkpoint neither; then an older one is.
+        began_empty: the last generation began at the very beginning, so that a return to that loses nothing.
     """
+    bad = {ref.digest for held in inventories.values() for ref in held if is_void(ref.order, void)}
+    if committed is not None and (is_void(committed.order, void) or committed.digest in bad):
+        bad.add(committed.digest)
+        committed = None
+    inventories = {identity: [ref for ref in held if ref.digest not in bad] for identity, held in inventories.items()}
     stock = _take_stock(inventories, committed, lost)
     usable = {identity: {digest for digest in held if _usable(stock.named[digest], committed)} for identity, held in stock.held.items()}
     anybodys = {digest for held in usable.values() for digest in held}
@@ -91,6 +101,8 @@ def choose_resume(
     if choice is not None:
         return Choice(resume=stock.resume(choice, committed))
     if committed is None:
+        if bad and not began_empty:
+            return Choice(awaiting="nobody here holds a state from before the divergence: waiting for a node that does, or for an operator")
         return Choice()
     return _committed(stock, committed, set(members or inventories))
 

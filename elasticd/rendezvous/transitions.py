@@ -27,6 +27,7 @@ from elasticd.rendezvous.records import (
     TargetRecord,
 )
 from elasticd.rendezvous.resume import told
+from elasticd.rendezvous.rollback import is_void, voids
 from elasticd.rendezvous.view import Keyed, View
 
 
@@ -151,6 +152,7 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
         formed_at=at,
         not_ready=decision.proposal.not_ready,
         resume=decision.resume,
+        void=decision.void,
     )
     own = view.members.get(me.node)
     compares = (
@@ -200,7 +202,7 @@ def end(keys: JobKeys, view: View, decision: End, *, at: float) -> Txn:
     generation = view.generation
     assert generation is not None  # plan ends only what has begun
     reason = _short(decision.reason)
-    record = generation.record.model_copy(update={"state": decision.state, "reason": reason, "drained": decision.drained})
+    record = generation.record.model_copy(update={"state": decision.state, "reason": reason, "drained": decision.drained, "code": decision.code})
     event = EventRecord(scope=keys.scope, number=record.number, at=at, what=decision.state.value, detail=reason)
     return Txn(
         (unchanged(keys.generation, generation), unchanged(keys.target, view.target)),
@@ -214,10 +216,10 @@ def repair(key: str, record: Record, seen: int, lease: int = 0) -> Txn:
 
 
 def commit(keys: JobKeys, view: View, record: CheckpointRecord) -> Txn:
-    """Make a checkpoint the newest, fenced by the active generation (PROTOCOL 23).
+    """Make a checkpoint the newest, fenced by the active generation (PROTOCOL 23), and by what is held (PROTOCOL 30).
 
     Raises:
-        ValueError: no generation is active, the checkpoint is another generation's, or not newer than the committed one.
+        ValueError: no generation is active, the checkpoint is another generation's, not newer than the committed one, or its state may be bad.
     """
     generation = view.active
     if generation is None or generation.number != record.generation:
@@ -226,7 +228,10 @@ def commit(keys: JobKeys, view: View, record: CheckpointRecord) -> Txn:
     if view.checkpoint and record.order <= view.checkpoint.record.order:
         msg = f"step {record.step} of generation {record.generation} is not newer than the committed one"
         raise ValueError(msg)
+    if is_void(record.order, voids(view)) or (view.policy and view.policy.record.hold == record.generation):
+        msg = f"the state of generation {record.generation} may be bad: nothing of it is committed until that is known"
+        raise ValueError(msg)
     return Txn(
-        (unchanged(keys.generation, view.generation), unchanged(keys.checkpoint, view.checkpoint, view)),
+        (unchanged(keys.generation, view.generation), unchanged(keys.checkpoint, view.checkpoint, view), unchanged(keys.policy, view.policy, view)),
         (Put(key=keys.checkpoint, value=record.to_bytes()),),
     )

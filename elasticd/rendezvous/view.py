@@ -24,6 +24,7 @@ from elasticd.rendezvous.records import (
     GenerationRecord,
     MemberId,
     MemberRecord,
+    PolicyRecord,
     ProposalRecord,
     Record,
     RequestKind,
@@ -60,6 +61,7 @@ class View:
     generation: Keyed[GenerationRecord] | None = None
     budget: Keyed[BudgetRecord] | None = None
     checkpoint: Keyed[CheckpointRecord] | None = None
+    policy: Keyed[PolicyRecord] | None = None
     members: Mapping[str, Keyed[MemberRecord]] = field(default_factory=dict)
     requests: Mapping[RequestKind, RequestRecord] = field(default_factory=dict)
     events: tuple[EventRecord, ...] = ()
@@ -131,6 +133,7 @@ _SINGLE: Mapping[str, type[Record]] = {
     "generation": GenerationRecord,
     "budget": BudgetRecord,
     "checkpoint": CheckpointRecord,
+    "policy": PolicyRecord,
 }
 
 
@@ -274,6 +277,7 @@ class Ledger:
             generation=self._single(self._keys.generation, GenerationRecord),
             budget=self._single(self._keys.budget, BudgetRecord),
             checkpoint=self._single(self._keys.checkpoint, CheckpointRecord),
+            policy=self._single(self._keys.policy, PolicyRecord),
             members=MappingProxyType(members),
             requests=MappingProxyType(requests),
             events=tuple(sorted(events, key=lambda event: event.number)),

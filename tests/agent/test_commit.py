@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.agent.commit import MAX_PENDING, Committer, enough, writes
+from elasticd.agent.commit import MAX_PENDING, Committer, enough, last_rank, writes
 from elasticd.errors import KVUnavailableError
-from elasticd.rendezvous.records import CheckpointRecord, SnapshotRef
+from elasticd.rendezvous.records import CheckpointRecord, ResumePoint, SnapshotRef
+from tests.rendezvous.world import generation
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -132,3 +133,28 @@ def test_holders_that_never_come_fill_no_memory() -> None:
     assert made.settle() is None
     made.holds(ref(100), "b")
     assert made.settle() == ref(100)
+
+
+@pytest.mark.parametrize(
+    ("holders", "node", "shared", "expected"),
+    [
+        ("a", "a", False, 0),
+        ("b", "b", False, 1),
+        ("b", "b", True, 0),
+        ("b", "a", True, 0),
+        ("ab", "b", True, 1),
+        ("c", "c", False, 1),
+        ("cd", "c", False, 1),
+        ("cd", "d", False, 3),
+        ("cd", "b", False, 1),
+        ("zc", "c", False, 1),
+    ],
+)
+def test_of_those_who_hold_the_last_state_somebody_writes_it(holders: str, node: str, shared: bool, expected: int) -> None:
+    """By its own rank, or in the place of one who would, if none of the holders would (PROTOCOL 29)."""
+    resume = ResumePoint(generation=1, step=4, digest="of-4", holders=tuple(holders))
+    record = generation(2, "abcd").record.model_copy(update={"resume": resume})
+    rank = last_rank(record, node, copies=2, shared=shared)
+    assert rank == expected
+    if len(holders) == 1:
+        assert writes(last_rank(record, holders, copies=2, shared=shared), copies=2, shared=shared)

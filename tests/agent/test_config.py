@@ -34,7 +34,7 @@ def read(tmp_path: Path, **more: Any) -> AgentConfig:
 def test_what_a_daemon_adds_is_off_unless_it_is_given(tmp_path: Path) -> None:
     """Workers are who the agent is, and see what it sees."""
     config = read(tmp_path)
-    assert (config.user, config.env, config.devices, config.cpus, config.result_file) == (None, {}, (), (), None)
+    assert (config.user, config.env, config.devices, config.cpus, config.result_file, config.report_file) == (None, {}, (), (), None, None)
 
 
 def test_a_configuration_survives_being_written_and_read(tmp_path: Path) -> None:
@@ -47,6 +47,7 @@ def test_a_configuration_survives_being_written_and_read(tmp_path: Path) -> None
         devices=["GPU-1f0e2f9c-0001", "MIG-GPU-5a/1/0"],
         cpus=[[0, 1], []],
         result_file="/run/r.json",
+        report_file="/run/reports/job.json",
     )
     again = tmp_path / "again.json"
     again.write_text(config.model_dump_json())

@@ -23,6 +23,7 @@ from structlog.testing import capture_logs
 
 from elasticd.agent.newest import Newest
 from elasticd.agent.persist import CLOSE_SECONDS, Persister
+from tests.support.etcd import await_
 from tests.support.states import THREE_CHUNKS, State, make_state, newest
 from trainer.checkpoint import CHUNK, Best, Info, Keep, Manifest, list_remote, name_of, scan
 from trainer.errors import CancelledError, DamagedError, NoSpaceError, StateError
@@ -229,6 +230,66 @@ class TestOrders:
         assert newest(root) == ((1, 1), [])
 
 
+class TestTally:
+    def test_what_was_written_is_counted_with_its_size_its_time_and_how_long_it_took(self, make: Callable[..., Watched]) -> None:
+        watched = make()
+        assert (watched.persister.tally.written, watched.persister.tally.at) == (0, 0.0)
+        before = time.time()
+        watched.write(make_state(1, 3), make_state(1, 8))
+        tally = watched.persister.tally
+        assert (tally.written, tally.failed, tally.step, tally.nbytes, tally.trouble) == (2, 0, 8, watched.manifests[1].size, "")
+        assert before <= tally.at <= time.time()
+        assert sum(tally.durations.counts) == 2
+        assert 0 < tally.durations.total < time.time() - before
+
+    def test_how_long_it_took_counts_from_the_order_and_not_from_the_try(self, make: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+        watched = make(back_off=(0.3, 0.3))
+        failing(monkeypatch, errno.EIO, 1)
+        watched.write(make_state(1, 1))
+        assert watched.persister.tally.durations.total > 0.3
+
+    def test_a_try_that_failed_counts_and_its_trouble_is_told_until_one_goes_well(self, make: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+        watched = make(back_off=(60.0, 60.0))
+        failing(monkeypatch, errno.ENOSPC, 2)
+        for step, failed in ((1, 1), (2, 2)):
+            watched.want(make_state(1, step))
+            await_(lambda failed=failed: watched.persister.tally.failed == failed, what="a failed try")
+            assert "no space left" in watched.persister.tally.trouble
+        watched.want(make_state(1, 3))
+        assert watched.persister.wait(WAIT)
+        tally = watched.persister.tally
+        assert (tally.written, tally.failed, tally.step, tally.trouble) == (1, 2, 3, "")
+
+    def test_a_state_that_was_gone_before_it_was_written_is_a_failure_and_one_that_a_newer_replaced_is_none(
+        self, make: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gate = Gate(monkeypatch)
+        watched = make()
+        watched.want(make_state(1, 1))
+        assert gate.reached.wait(WAIT)
+        watched.want(make_state(1, 2))
+        watched.want(make_state(1, 3))
+        gate.opened.set()
+        assert watched.persister.wait(WAIT)
+        assert watched.persister.tally.failed == 0
+
+        def gone() -> Any:
+            raise StateError("its buffer holds another step")
+
+        watched.persister.want(make_state(1, 4).info, gone)
+        assert watched.persister.wait(WAIT)
+        tally = watched.persister.tally
+        assert (tally.written, tally.failed, tally.step, tally.trouble) == (2, 1, 3, "")
+
+    def test_what_an_earlier_agent_left_is_the_last_until_something_newer_is_there(self, make: Callable[..., Watched]) -> None:
+        first = make()
+        first.write(make_state(1, 3))
+        second = make()
+        second.persister.found(first.manifests[0])
+        tally = second.persister.tally
+        assert (tally.written, tally.step, tally.at, tally.nbytes) == (0, 3, first.manifests[0].created_at, first.manifests[0].size)
+
+
 class TestTrouble:
     @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.EROFS])
     def test_a_disk_that_refuses_for_a_while_is_tried_again(
@@ -433,7 +494,11 @@ class TestKeeping:
         assert [found.step for found in scan(root)] == [4, 3, 2, 1]
         watched.persister.committed(1, 3)
         watched.write(make_state(1, 5))
-        assert [found.step for found in scan(root)] == [5, 4, 3]
+        assert [found.step for found in scan(root)] == [5, 4, 3, 1], "the one committed before stays, should the newest turn out to be bad"
+        watched.persister.committed(1, 5)
+        watched.persister.committed(1, 5)
+        watched.write(make_state(1, 6))
+        assert [found.step for found in scan(root)] == [6, 5, 3]
 
     def test_nothing_goes_if_the_new_one_cannot_be_read_back(self, make: Callable[..., Watched], root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         watched = make(keep=Keep(last=1), back_off=(60.0, 60.0))

@@ -6,6 +6,7 @@ records commits and knows where the other agents' states are served.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -19,6 +20,7 @@ import pytest
 
 from elasticd.agent.config import AgentConfig
 from elasticd.agent.state import StateKeeper
+from elasticd.observability.report import SnapshotReport
 from elasticd.rendezvous.desk import Assignment
 from elasticd.rendezvous.keys import JobKeys
 from elasticd.rendezvous.records import CheckpointRecord, GenerationMember, GenerationRecord, MemberRecord, ResumePoint, SnapshotRef
@@ -391,6 +393,61 @@ def test_a_new_agent_has_what_its_disk_has_and_begins_with_it(make: MakeAgent) -
     worker.die()
 
 
+def test_the_last_state_is_written_as_the_active_generations_though_that_never_began_here(make: MakeAgent) -> None:
+    """Its node leaves, no generation follows, and only its memory holds it (PROTOCOL 29)."""
+    agent = make()
+    agent.begin(1)
+    worker = Worker(agent)
+    worker.trains(1, 4, 5)
+    worker.die()
+    agent.keeper.gone()
+    newest = agent.newest()
+    active = generation(2, ["a"]).record.model_copy(update={"resume": resume_from(newest, "a")})
+    assert agent.keeper.keep_last(active, 10)
+    (record,) = agent.member.commits
+    assert (record.generation, record.step, record.digest, record.holders) == (2, 5, newest.digest, ("a",))
+    (found,) = checkpoint.scan(agent.root)
+    assert checkpoint.verify(found.path).digest == newest.digest
+    assert agent.keeper.keep_last(active, 10)
+    assert len(agent.member.commits) == 1, "once is enough"
+
+
+def test_two_that_leave_a_generation_that_never_began_commit_its_state_together(make: MakeAgent) -> None:
+    """The second had yet to fetch it."""
+    first, second = make("a"), make("b")
+    for one, other in ((first, second), (second, first)):
+        one.known_to(other)
+    first.begin(1)
+    worker = Worker(first)
+    worker.trains(1, 7)
+    worker.die()
+    first.keeper.gone()
+    newest = first.newest()
+    active = generation(2, ["a", "b"]).record.model_copy(update={"resume": resume_from(newest, "a")})
+    told: list[bool] = []
+    thread = threading.Thread(target=lambda: told.append(first.keeper.keep_last(active, 20)))
+    thread.start()
+    assert second.keeper.keep_last(active, 20)
+    thread.join()
+    assert told == [True]
+    assert [(record.order, record.digest, record.holders) for record in first.member.commits] == [((2, 7), newest.digest, ("a", "b"))]
+    assert second.member.commits == []
+
+
+def test_who_leaves_alone_waits_for_no_second_disk(make: MakeAgent) -> None:
+    """It is written, and not committed: the other node is gone (PROTOCOL 24)."""
+    agent = make()
+    agent.begin(1, "a", "b")
+    worker = Worker(agent)
+    worker.trains(1, 4)
+    worker.die()
+    agent.keeper.gone()
+    active = generation(1, ["a", "b"]).record
+    assert agent.keeper.keep_last(active, 30)
+    assert agent.member.commits == []
+    assert [found.step for found in checkpoint.scan(agent.root)] == [4]
+
+
 def test_a_damaged_checkpoint_is_set_aside_declared_lost_and_never_begun_with(make: MakeAgent) -> None:
     agent = make()
     agent.begin(1)
@@ -440,6 +497,84 @@ def test_a_job_outlives_all_of_its_machines_where_copies_are_kept_elsewhere(make
     fresh = make("z", checkpoint_url=url)
     fresh.keeper.recall()
     assert fresh.refs() == [(1, 3)]
+
+
+# --- what is reported
+
+
+def test_a_report_on_checkpoints_and_snapshots_says_what_there_is(make: MakeAgent) -> None:
+    agent = make(checkpoint_every_s=600.0)
+    assert agent.keeper.snapshots.buffers == 0
+    agent.begin(1)
+    worker = Worker(agent)
+    worker.trains(1, 1, 2, persist=True)
+    await_(lambda: agent.member.commits, what="the commit")
+    assert agent.keeper.settle(10)
+    worker.snapshot(1, 3)
+    report = agent.keeper.checkpoints
+    assert (report.written, report.failed, report.step, report.committed_step, report.every_s) == (1, 0, 2, 2, 600.0)
+    assert (report.nbytes, sum(report.durations.counts)) == (LAYOUT.size, 1)
+    assert agent.keeper.snapshots == SnapshotReport(step=3, buffers=3, on_disk=False)
+    assert (agent.keeper.newest(1), agent.keeper.newest(2)) == (3, 0)
+    assert agent.keeper.trouble == ""
+    worker.die()
+
+
+def test_a_full_disk_raises_the_failures_and_is_named(make: MakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    agent = make()
+    agent.begin(1)
+    worker = Worker(agent)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        worker.trains(1, 1, persist=True)
+        await_(lambda: agent.keeper.checkpoints.failed, what="a failed checkpoint")
+        assert agent.keeper.trouble.startswith("checkpoints are not written: ")
+        assert "no space left" in agent.keeper.trouble
+    await_(lambda: agent.member.commits, what="the commit, once there is space")
+    assert (agent.keeper.checkpoints.written, agent.keeper.trouble) == (1, "")
+    worker.die()
+
+
+def test_a_new_agent_reports_the_checkpoint_that_it_found(make: MakeAgent) -> None:
+    agent = make()
+    agent.begin(1)
+    worker = Worker(agent)
+    worker.trains(1, 3, persist=True)
+    await_(lambda: agent.member.commits, what="the commit")
+    worker.die()
+    again = make()
+    again.keeper.recall()
+    report = again.keeper.checkpoints
+    assert (report.written, report.step, report.nbytes, report.committed_step) == (0, 3, LAYOUT.size, 0)
+    assert report.at == pytest.approx(agent.keeper.checkpoints.at, abs=5)
+
+
+def test_words_about_steps_are_for_the_listener_and_answered_by_nobody(tmp_path: Path) -> None:
+    heard: list[channel.Message] = []
+
+    class Listening:
+        def heard(self, local_rank: int, message: channel.Message) -> None:
+            assert local_rank == 0
+            heard.append(message)
+
+    agent = Agent("a", tmp_path)
+    agent.keeper.close()
+    agent.keeper = StateKeeper(agent.config, Settings, Listening())
+    agent.begin(1)
+    worker = Worker(agent)
+    worker.welcome()
+    channel.send(worker.sock, channel.Telemetry(window={"odd": 1}))
+    channel.send(worker.sock, channel.Ranks(step=1, steps=1, columns={}))
+    await_(lambda: len(heard) == 3, what="three messages")
+    assert [message.kind for message in heard] == ["hello", "telemetry", "ranks"]
+    worker.sock.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        worker.hear()
+    worker.die()
+    agent.keeper.close()
 
 
 # --- asking, and being told

@@ -16,7 +16,7 @@ CUT = 1_800_000_000.0
 
 
 def line(at: float, event: str, **more: Any) -> dict[str, Any]:
-    return {"timestamp": datetime.fromtimestamp(CUT + at, UTC).isoformat(), "event": event, **more}
+    return {"time": datetime.fromtimestamp(CUT + at, UTC).isoformat(), "event": event, **more}
 
 
 def decision(at: float, text: str) -> dict[str, Any]:
@@ -45,8 +45,8 @@ def phases(cut: Cut | None) -> dict[str, float]:
     return {name: getattr(cut, name) for name in poweroff.PHASES}
 
 
-COORDINATES = [decision(4.1, "proposing 5 (loss): loss of n3"), decision(4.3, "draining 4"), line(4.5, "generation_formed", number=5)]
-FOLLOWS = [line(4.6, "generation_formed", number=5)]
+COORDINATES = [decision(4.1, "proposing 5 (loss): loss of n3"), decision(4.3, "draining 4"), line(4.5, "generation_formed", generation=5)]
+FOLLOWS = [line(4.6, "generation_formed", generation=5)]
 
 
 def test_a_cut_is_parted_at_the_proposal_and_at_the_last_agent_to_have_formed() -> None:
@@ -81,9 +81,9 @@ def test_who_coordinates_after_the_generation_has_formed_does_not_replace_a_lost
 
 
 def test_the_first_generation_of_the_survivors_counts_not_one_after_it() -> None:
-    later = [decision(8.0, "proposing 6 (kill): worker_failed of n2"), line(8.5, "generation_formed", number=6)]
+    later = [decision(8.0, "proposing 6 (kill): worker_failed of n2"), line(8.5, "generation_formed", generation=6)]
     again = {"n1": [step(6.5, 5, 2), step(11.0, 6, 2)], "n2": [step(6.7, 5, 2), step(11.1, 6, 2)]}
-    cut = Cut.of(seen([*COORDINATES, *later], [*FOLLOWS, line(8.6, "generation_formed", number=6)], again))
+    cut = Cut.of(seen([*COORDINATES, *later], [*FOLLOWS, line(8.6, "generation_formed", generation=6)], again))
     assert phases(cut) == seconds(4.1, 0.0, 0.5, 2.1)
 
 

@@ -25,7 +25,7 @@ EVENT = 1_800_000_000.0
 
 
 def line(at: float, event: str, **more: Any) -> dict[str, Any]:
-    return {"timestamp": datetime.fromtimestamp(EVENT + at, UTC).isoformat(), "event": event, **more}
+    return {"time": datetime.fromtimestamp(EVENT + at, UTC).isoformat(), "event": event, **more}
 
 
 def worker(rank: int, *marks: float, world: int = 2, pid: int = 0) -> Worker:
@@ -40,14 +40,14 @@ KILL_LOGS = {
         line(0.07, "decision", text="proposing 2 (kill): worker_failed of b"),
         line(0.10, "directive", action="stop"),
         line(0.25, "workers_stopped", generation=1),
-        line(0.30, "generation_formed", number=2),
+        line(0.30, "generation_formed", generation=2),
         line(0.31, "workers_started", generation=2, pids=[100]),
     ],
     "b": [
-        line(-9.0, "generation_formed", number=1),
+        line(-9.0, "generation_formed", generation=1),
         line(0.05, "worker_failed", generation=1),
         line(0.06, "workers_stopped", generation=1),
-        line(0.28, "generation_formed", number=2),
+        line(0.28, "generation_formed", generation=2),
         line(0.29, "workers_started", generation=2, pids=[101]),
     ],
 }
@@ -71,7 +71,7 @@ def test_a_recovery_is_cut_where_the_last_node_passed() -> None:
 def test_a_run_in_which_more_happened_is_told_from_a_clean_one() -> None:
     """Generations that formed after the event are counted, whichever node told of them."""
     assert generations(EVENT, KILL_LOGS) == 1
-    assert generations(EVENT, {**KILL_LOGS, "c": [line(5.0, "generation_formed", number=3)]}) == 2
+    assert generations(EVENT, {**KILL_LOGS, "c": [line(5.0, "generation_formed", generation=3)]}) == 2
 
 
 def test_the_start_up_of_a_node_that_joins_is_not_the_rendezvous_fault() -> None:
@@ -81,10 +81,10 @@ def test_the_start_up_of_a_node_that_joins_is_not_the_rendezvous_fault() -> None
             line(2.0, "decision", text="proposing 2 (agreed_stop): join of c"),
             line(2.01, "directive", action="stop"),
             line(2.05, "workers_stopped", generation=1),
-            line(2.10, "generation_formed", number=2),
+            line(2.10, "generation_formed", generation=2),
             line(2.11, "workers_started", generation=2, pids=[100]),
         ],
-        "c": [line(2.02, "registered"), line(2.09, "generation_formed", number=2)],
+        "c": [line(2.02, "registered"), line(2.09, "generation_formed", generation=2)],
     }
     workers = [worker(0, 2.12, 3.0, 3.1, 3.2, 3.3, world=1)]
     cut = phases("node_join", EVENT, logs, workers)

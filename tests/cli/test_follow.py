@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from elasticd.agent.rotation import predecessor, rotate
 from elasticd.cli.follow import LONGEST_LINE, AgentEvent, AgentLogs, Tail, WorkerOutput, last_lines, parse_event
 
 
@@ -80,21 +86,19 @@ def test_a_pipe_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_event_is_read_and_what_is_none_is_not() -> None:
-    event = parse_event(
-        "node-0", b'{"event": "workers_started", "level": "info", "timestamp": "2026-11-30T14:00:00.5Z", "ranks": [0, 1], "at": 1.5, "n": true}'
-    )
+    event = parse_event("node-0", b'{"event": "workers_started", "level": "info", "time": "2026-11-30T14:00:00.5Z", "ranks": [0, 1], "at": 1.5, "n": true}')
     assert event is not None
     assert (event.name, event.level, event.at) == ("workers_started", "info", 1796047200.5)
     assert (event.numbers("ranks"), event.seconds("at"), event.number("at"), event.number("n"), event.text("none")) == ((0, 1), 1.5, None, None, "")
     for junk in (b"", b"{", b'{"event": 3}', b"[]", b"null", b"\xff", b"[" * 100_000):
         assert parse_event("node-0", junk) is None
-    odd = parse_event("node-0", b'{"event": "x", "timestamp": "yesterday", "ranks": "0"}')
+    odd = parse_event("node-0", b'{"event": "x", "time": "yesterday", "ranks": "0"}')
     assert odd is not None
     assert (odd.at, odd.numbers("ranks")) == (None, ())
 
 
 def line_of(name: str, second: int, **fields: Any) -> str:
-    return json.dumps({"event": name, "timestamp": f"2026-11-30T14:00:{second:02d}Z", **fields}) + "\n"
+    return json.dumps({"event": name, "time": f"2026-11-30T14:00:{second:02d}Z", **fields}) + "\n"
 
 
 def test_events_of_several_agents_come_in_the_order_of_their_time(tmp_path: Path) -> None:
@@ -148,3 +152,65 @@ def test_last_lines_are_few_and_harmless(tmp_path: Path) -> None:
     path.write_bytes(b"x\n" * 100_000 + b"a\x1b[2Jb\n\n\xff end\n")
     assert last_lines(path, 2) == ["a?[2Jb", "� end"]
     assert last_lines(tmp_path / "none", 2) == []
+
+
+# --- output whose older lines are taken out
+
+
+@pytest.fixture(params=["/var/tmp", "/dev/shm"], ids=["disk", "memory"])
+def worker(request: pytest.FixtureRequest) -> Iterator[tuple[Path, int]]:
+    """A worker's file on a file system that can take a range out of it, mostly, and on one that cannot."""
+    folder = Path(tempfile.mkdtemp(prefix="elasticd-follow-", dir=request.param))
+    path = folder / "generation-000001" / "rank-0" / "stdout.log"
+    path.parent.mkdir(parents=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    yield path, fd
+    os.close(fd)
+    shutil.rmtree(folder)
+
+
+def numbered(first: int, count: int) -> list[bytes]:
+    return [b"%09d" % number for number in range(first, first + count)]
+
+
+@pytest.mark.parametrize("read_before", [True, False])
+def test_no_line_is_missed_or_told_twice_when_older_ones_are_taken_out(worker: tuple[Path, int], *, read_before: bool) -> None:
+    path, fd = worker
+    tail = Tail(path, predecessor=predecessor(path))
+    seen: list[bytes] = []
+    for number in range(5):
+        os.write(fd, b"\n".join(numbered(number * 3000, 3000)) + b"\n")
+        if read_before:
+            seen += tail.lines()
+        rotate(fd, path, most=1 << 20, files=1)
+        os.write(fd, b"half a ")
+        seen += tail.lines()
+        os.write(fd, b"line\n")
+    seen += tail.rest()
+    assert [line for line in seen if line != b"half a line"] == numbered(0, 15_000)
+    assert seen.count(b"half a line") == 5
+
+
+def test_a_reader_waits_a_moment_for_lines_that_were_just_taken_out(worker: tuple[Path, int]) -> None:
+    """The file is short already, and its predecessor is not there yet."""
+    path, fd = worker
+    tail = Tail(path, predecessor=predecessor(path))
+    os.write(fd, b"one\ntwo\n")
+    assert tail.lines() == [b"one", b"two"]
+    os.write(fd, b"three\n")
+    os.ftruncate(fd, 0)
+    assert tail.lines() == []
+    predecessor(path).write_bytes(b"one\ntwo\nthree\n")
+    os.write(fd, b"four\n")
+    assert tail.lines() == [b"three", b"four"]
+
+
+def test_a_file_that_is_cut_without_a_predecessor_is_read_anew_after_a_while(worker: tuple[Path, int]) -> None:
+    path, fd = worker
+    tail = Tail(path, predecessor=predecessor(path))
+    os.write(fd, b"a long first line\n")
+    tail.lines()
+    os.ftruncate(fd, 0)
+    os.write(fd, b"new\n")
+    seen = [line for _ in range(50) for line in tail.lines()]
+    assert seen == [b"new"]

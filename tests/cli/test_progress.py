@@ -15,7 +15,7 @@ def event(name: str, node: str = "node-0", at: float = 100.0, level: str = "info
 
 
 def formed(number: int, node: str = "node-0") -> AgentEvent:
-    return event("generation_formed", node, number=number, nodes=2, world_size=4, cause="loss of node-1", formed_at=99.0)
+    return event("generation_formed", node, generation=number, nodes=2, world_size=4, cause="loss of node-1", formed_at=99.0)
 
 
 def said(progress: Progress, *events: AgentEvent) -> list[str]:

@@ -62,13 +62,24 @@ if os.environ["RANK"] == "1":
 time.sleep(60)
 """
 
+HOSTILE = """
+import os, sys
+os.write(1, b"step 0 \\x1b[31mred\\x1b[0m\\n")
+for stream in (1, 2):
+    os.write(stream, b"x" * 1_000_000 + b"\\n")
+    os.write(stream, b"\\xff\\xfe\\x00\\x80 not utf-8 \\xed\\xa0\\x80\\n")
+    os.write(stream, b"a\\x1b[2J\\x1b]0;owned\\x07\\x1b[?1049h\\x1b]8;;http://evil\\x1b\\\\link\\x1b]8;;\\x1b\\\\ ")
+    os.write(stream, b"\\xc2\\x9b31m\\xe2\\x80\\xae\\xe2\\x80\\xa8b\\n")
+raise ValueError("\\x1b[2J\\u202e\\x07owned")
+"""
+
 pytestmark = pytest.mark.timeout(90)
 
 
 class Ctl:
     """One elasticctl, and everything that it starts, found again by a mark in the environment."""
 
-    def __init__(self, home: Path, *arguments: str, tty: bool = False) -> None:
+    def __init__(self, home: Path, *arguments: str, tty: bool = False, term: str = "xterm") -> None:
         self.mark = uuid.uuid4().hex
         self.home = home
         env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(home), "XDG_RUNTIME_DIR": str(home), MARK: self.mark}
@@ -79,7 +90,7 @@ class Ctl:
         if tty:
             self.terminal, inside = pty.openpty()
             fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
-            env["TERM"] = "xterm"
+            env["TERM"] = term
             env.pop("COLUMNS", None)  # pytest-xdist sets it, and it would outweigh the terminal's own size
             env.pop("NO_COLOR", None)
             self.process = subprocess.Popen(command, cwd=home, env=env, stdin=inside, stdout=inside, stderr=inside, start_new_session=True)
@@ -149,10 +160,10 @@ Start = Callable[..., Ctl]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Ctl] = []
-    for name, text in (("steps.py", STEPS), ("polite.py", POLITE), ("stubborn.py", STUBBORN), ("failing.py", FAILING)):
+    for name, text in (("steps.py", STEPS), ("polite.py", POLITE), ("stubborn.py", STUBBORN), ("failing.py", FAILING), ("hostile.py", HOSTILE)):
         (tmp_path / name).write_text(text)
 
-    def begin(*arguments: str, **more: bool) -> Ctl:
+    def begin(*arguments: str, **more: Any) -> Ctl:
         started.append(Ctl(tmp_path, *arguments, **more))
         return started[-1]
 
@@ -333,13 +344,13 @@ def test_jsonl_carries_events_and_output(start: Start) -> None:
     assert run.wait() == 0, run.stderr
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     assert (lines[0]["event"], lines[0]["nodes"]) == ("run_started", ["node-0", "node-1"])
-    assert lines[-1] | {"timestamp": ""} == {
-        "event": "run_ended", "timestamp": "", "level": "info", "node": "elasticctl", "job": "train",
+    assert lines[-1] | {"time": ""} == {
+        "event": "run_ended", "time": "", "level": "info", "node": "elasticctl", "job": "train",
         "result": "succeeded", "reason": "every worker finished", "exit_code": 0,
     }  # fmt: skip
     output = {(line["rank"], line["stream"], line["text"]) for line in lines if line["event"] == "output"}
     assert output == {(rank, "stdout", f"step {step} rank {rank} of 2") for rank in range(2) for step in range(2)}
-    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["timestamp"]) for line in lines)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]) for line in lines)
     assert {"registered", "generation_formed", "workers_started", "agent_exit"} <= {line["event"] for line in lines}
 
 
@@ -376,6 +387,44 @@ def test_on_a_terminal_the_state_is_drawn_and_ctrl_c_works(start: Start) -> None
     assert "[node-1 " in text
     assert "interrupted: SIGINT: stopped in order" in text
     run.assert_nothing_left(0)
+
+
+def shown_on_a_terminal(run: Ctl, seconds: float = 60) -> bytes:
+    """Everything that comes until the last one that held the terminal has closed it."""
+    seen = b""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if select.select([run.terminal], [], [], 1)[0]:
+            try:
+                seen += os.read(run.terminal, 65536)
+            except OSError:
+                break
+    return seen
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_what_a_script_prints_cannot_steer_the_terminal(start: Start, term: str) -> None:
+    """Colours stay. What the live part itself needs are cursor movements and erasing lines."""
+    run = start("run", "--max-restarts", "0", "--", "hostile.py", tty=True, term=term)
+    seen = shown_on_a_terminal(run)
+    assert run.wait() == 1
+    assert b"red" in seen
+    assert b"not utf-8" in seen
+    assert b"link" in seen
+    for bad in (b"\x07", b"\x00", b"owned\x07", b"\x1b]", b"\x1b[?1049h", b"\x1b[2J", "\x9b".encode(), "\u202e".encode(), "\u2028".encode()):
+        assert bad not in seen, bad
+    seen.decode()
+    assert set(re.findall(rb"\x1b\[[0-9;?]*([A-Za-z])", seen)) <= {b"m", b"A", b"K", b"h", b"l"}
+
+
+def test_output_in_json_is_harmless(start: Start) -> None:
+    run = start("run", "--max-restarts", "0", "-o", "jsonl", "--", "hostile.py")
+    assert run.wait() == 1
+    texts = [line["text"] for line in map(json.loads, run.stdout.splitlines()) if line["event"] == "output"]
+    assert "step 0 red" in texts
+    assert "alink ?31m??b" in texts
+    assert all(text.isprintable() for text in texts)
+    assert max(map(len, texts)) <= 64 * 1024
 
 
 def test_a_job_that_has_ended_is_started_again_only_if_asked(start: Start, tmp_path: Path) -> None:

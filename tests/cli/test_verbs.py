@@ -47,6 +47,9 @@ VERBS: dict[str, tuple[tuple[str, ...], str]] = {
     "drain of this node": (("drain", "--self", *REASON), "GET /v1/status"),
     "cordon": (("cordon", "node-3", *REASON), "POST /v1/nodes/node-3/cordon"),
     "uncordon": (("uncordon", "node-3"), "POST /v1/nodes/node-3/uncordon"),
+    "anomalies": (("anomalies",), "GET /v1/anomalies"),
+    "anomalies of a job": (("anomalies", "llm"), "GET /v1/anomalies?job=llm"),
+    "explain": (("explain", "g7-nonfinite-n1-r0"), "GET /v1/anomalies"),
 }
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.errors import DaemonUnavailableError
 from tests.daemon.daemons import Cluster
 from tests.support.etcd import Server, await_, binaries, running
 
@@ -31,16 +30,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             cluster.job(node, "llm")
             cluster.start(node)
         for node in ("n1", "n2"):
-            await_(lambda node=node: ready(cluster, node), within=60, what=f"{node} ready")
+            await_(lambda node=node: cluster.ready(node), within=60, what=f"{node} ready")
         yield cluster
-
-
-def ready(cluster: Cluster, node: str) -> bool:
-    try:
-        return cluster.api(node).text("/readyz")[0] == 200
-    except DaemonUnavailableError:
-        assert cluster.processes[node].poll() is None, cluster.text(node)
-        return False
 
 
 class Operator:

@@ -53,7 +53,10 @@ stop_grace = 5.0
 
 [health]
 disk_free_min = 0
-"""
+
+[detectors]
+run = {detectors}
+{more}"""
 
 
 class Site:
@@ -63,12 +66,18 @@ class Site:
         hosts: that run; the first three are etcd's.
         etcd: that serves.
         ttl: of the daemons' and the agents' leases, in seconds.
+
+    Attributes:
+        detectors: each daemon that is configured from now on has detectors.
+        more: is added to its configuration, below [detectors].
     """
 
     def __init__(self, hosts: Sequence[Host], etcd: ThreeMembers, *, ttl: float = 4.0) -> None:
         self.hosts = list(hosts)
         self.etcd = etcd
         self.ttl = ttl
+        self.detectors = False
+        self.more = ""
         self._packed = b""
         self._jobs: dict[str, str] = {}
 
@@ -116,14 +125,17 @@ class Site:
             own_tls=own_tls,
             operator_tls=OPERATOR_TLS,
             ttl=self.ttl,
+            detectors=str(self.detectors).lower(),
+            more=self.more,
         )
         host.write(CONFIG, text)
 
-    def job(self, name: str, text: str) -> None:
-        """Allow a job on every host, and give it its roles in etcd."""
+    def job(self, name: str, text: str, *, only: Host | None = None) -> None:
+        """Allow a job on every host, or on one alone, and give it its roles in etcd."""
         self.etcd.roles(jobs=[name])
-        self._jobs[name] = text
-        for host in self.hosts:
+        if only is None:
+            self._jobs[name] = text
+        for host in self.hosts if only is None else [only]:
             allow(host, name, text)
 
     def start(self) -> None:

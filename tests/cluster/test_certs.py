@@ -194,3 +194,9 @@ def test_what_there_is_is_listed_with_its_end(certs: Certificates) -> None:
         ["root/client.pem", "root"],
     ]
     assert all(re.fullmatch(r"until \w{3} +\d+ \d\d:\d\d:\d\d \d{4} GMT", row[2]) for row in rows)
+
+
+def test_a_directory_without_any_is_said_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(HostError, match="there are no certificates in"):
+        Certificates(tmp_path / "none").run("list")
+    assert not (tmp_path / "none").exists()

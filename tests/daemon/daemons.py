@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.daemon.client import ApiClient
 from elasticd.daemon.processes import process_start
+from elasticd.errors import DaemonUnavailableError
 from elasticd.kv import Delete, EtcdKV, KVConfig, Put
 from elasticd.rendezvous.keys import ClusterKeys
 from elasticd.rendezvous.records import NodePolicyRecord, NodeRecord, TargetRecord
@@ -65,7 +66,7 @@ class Cluster:
         (home / "jobs.d").mkdir(parents=True, exist_ok=True)
         return home
 
-    def configure(self, node: str, more: str = "", *, tables: str = "", loop_wait: float = 1.0) -> Path:
+    def configure(self, node: str, more: str = "", *, tables: str = "", loop_wait: float = 1.0, detectors: bool = False) -> Path:
         home = self.home(node)
         path = home / "elasticd.toml"
         path.write_text(f"""
@@ -93,6 +94,8 @@ settle = 0.2
 stop_grace = 5
 [health]
 disk_free_min = 0
+[detectors]
+run = {str(detectors).lower()}
 {tables}
 """)
         return path
@@ -136,6 +139,14 @@ env = {{ OUT = "{self.out}" }}
 
     def api(self, node: str) -> ApiClient:
         return ApiClient(self.home(node) / "run/api.sock")
+
+    def ready(self, node: str) -> bool:
+        """Whether its daemon serves the cluster; AssertionError if it has ended."""
+        try:
+            return self.api(node).text("/readyz")[0] == 200
+        except DaemonUnavailableError:
+            assert self.processes[node].poll() is None, self.text(node)
+            return False
 
     # --- what is seen ----------------------------------------------------------------------------------------------------
 

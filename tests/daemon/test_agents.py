@@ -173,6 +173,20 @@ def test_an_end_is_seen_with_the_agents_last_word_and_counted(tmp_path: Path, sl
     agents.close()
 
 
+def test_a_report_stays_when_its_agent_has_ended_and_goes_when_another_is_started(tmp_path: Path, sleepers: Sleepers) -> None:
+    agents = started(tmp_path, sleepers)
+    report = agents.report_file("a")
+    assert report == tmp_path / "run/reports/a.json"
+    assert stat.S_IMODE(report.parent.stat().st_mode) == 0o700
+    report.write_text("{}")
+    sleepers.end("a")
+    assert not agents.look(1.0)["a"].running
+    assert report.exists()
+    agents.start("a", config(tmp_path), slots=(), digest="d1")
+    assert not report.exists()
+    agents.close()
+
+
 def test_a_good_end_and_one_after_a_long_life_begin_the_count_anew(tmp_path: Path, sleepers: Sleepers, monkeypatch: pytest.MonkeyPatch) -> None:
     agents = started(tmp_path, sleepers)
     agents.look(1.0)

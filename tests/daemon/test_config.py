@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from elasticd.daemon.config import DaemonConfig, Supervision
+from elasticd.daemon.jobs import JobSpec
+from elasticd.daemon.launching import agent_config
+from elasticd.daemon.slots import Slot
 from elasticd.daemon.values import LINE_MAX
 from elasticd.errors import UsageError
 from elasticd.kv.types import TLSFiles
+from elasticd.observability.limits import LogLimits
+from elasticd.rendezvous.records import TargetRecord
 
 LEAST = '[etcd]\nendpoints = ["etcd-1:2379"]\n'
 FULL = """
@@ -163,3 +173,58 @@ def test_a_key_that_the_daemon_may_not_read_is_named(tmp_path: Path) -> None:
             config.check_files()
     finally:
         os.seteuid(0)
+
+
+# --- limits of logs
+
+
+def test_limits_of_logs_are_read_and_reach_the_agents(tmp_path: Path) -> None:
+    config = read(
+        tmp_path, LEAST + '[logs]\nlevel = "debug"\nworker_bytes = 1048576\nworker_files = 0\ngenerations = 3\njob_bytes = 10000000\nown_bytes = 65536\n'
+    )
+    spec = JobSpec(name="llm", argv=("/bin/true",), max_nodes=1)
+    target = TargetRecord(scope=config.keys.scope, min_nodes=1, max_nodes=1, desired=1)
+    told = agent_config(config, spec, target, [Slot(id="slot-0")], node="a", address="127.0.0.1", result_file=tmp_path / "result")
+    assert told.logs == LogLimits(level="debug", worker_bytes=1 << 20, worker_files=0, generations=3, job_bytes=10_000_000, own_bytes=65_536)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('level = "loud"', "logs.level: Input should be 'debug', 'info', 'warning', 'error' or 'critical'"),
+        ("worker_bytes = 100", "logs.worker_bytes: Input should be greater than or equal to 65536"),
+        ("worker_files = 10", "logs.worker_files: Input should be less than or equal to 9"),
+        ("generations = 1", "logs.generations: Input should be greater than or equal to 2"),
+        ("worker_byte = 1", "logs.worker_byte: unknown key; did you mean worker_bytes?"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(tmp_path: Path, line: str, said: str) -> None:
+    assert complaint(tmp_path, f"{LEAST}[logs]\n{line}\n") == said
+
+
+def test_the_installed_file_names_every_limit_with_its_default() -> None:
+    text = (Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "elasticd.toml").read_text()
+    section = re.split(r"\n#?\[", text.partition("\n[logs]\n")[2])[0]
+    said = tomllib.loads("\n".join(line[1:] for line in section.splitlines() if re.match(r"#[a-z_]+ = ", line)))
+    assert said == LogLimits().model_dump()
+
+
+def test_a_level_that_is_none_ends_the_daemon_with_2_and_names_the_variable(tmp_path: Path) -> None:
+    path = tmp_path / "elasticd.toml"
+    path.write_text(LEAST)
+    env = {**os.environ, "ELASTICD_LOG_LEVEL": "loud"}
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "elasticd.daemon", "run", "-c", str(path)], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith("elasticd: ELASTICD_LOG_LEVEL='loud' is no level; ")
+    assert json.loads(ended.stderr.splitlines()[0])["event"] == "daemon_exit"
+
+
+def test_checkpoints_lie_where_they_outlive_a_boot(tmp_path: Path) -> None:
+    """run_dir is memory on a machine with systemd: what lies there is gone with the power."""
+    config = read(tmp_path, LEAST + '[paths]\nrun_dir = "/run/elasticd"\nstate_dir = "/var/lib/elasticd"\n')
+    target = TargetRecord(scope=config.keys.scope, min_nodes=1, max_nodes=1, desired=1)
+    spec = JobSpec(name="llm", argv=("/bin/true",), max_nodes=1)
+    told = agent_config(config, spec, target, [Slot(id="slot-0")], node="a", address="127.0.0.1", result_file=tmp_path / "result")
+    assert told.checkpoints == Path("/var/lib/elasticd/checkpoints")

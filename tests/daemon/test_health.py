@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 
 from elasticd.daemon import usercheck
 from elasticd.daemon.config import HealthSection
-from elasticd.daemon.health import Check, Checker, Health, _clock_doubt, clock, disk, gpus, own_check, reachable, run_checks
+from elasticd.daemon.health import Check, Checker, Health, _clock_doubt, clock, disk, gpus, own_check, reachable, reachable_soon, run_checks
 from elasticd.daemon.jobs import JobSpec
 from elasticd.daemon.slots import Slot
 from elasticd.daemon.usercheck import OUTPUT_MAX
@@ -284,7 +284,7 @@ run("echo $$; exec sleep 1000", 0.5)
 @root_only
 def test_a_daemon_that_is_not_root_but_may_change_its_user_gives_none_of_that_away_and_can_end_the_check() -> None:
     """As a unit with User= and AmbientCapabilities= is: ambient rights would outlive setuid and exec."""
-    caps = "+setuid,+setgid,+kill,+dac_read_search"  # the last to read what root's Python is made of
+    caps = "+setuid,+setgid,+kill,+syslog,+dac_read_search"  # the last to read what root's Python is made of
     command = ["setpriv", "--reuid=daemon", "--regid=daemon", "--clear-groups", f"--inh-caps={caps}", f"--ambient-caps={caps}"]
     tried = subprocess.run([*command, sys.executable, "-c", CAPABLE], capture_output=True, text=True, timeout=50, cwd=Path(__file__).parents[2])
     assert tried.returncode == 0, tried.stderr
@@ -426,6 +426,25 @@ def test_of_many_peers_three_are_named(refusing: tuple[str, int]) -> None:
     assert found.detail.endswith(", …")
 
 
+def test_unreachable_peers_are_asked_for_again_for_a_while_since_they_may_be_gone(refusing: tuple[str, int], listening: tuple[str, int]) -> None:
+    """After a power cut of all nodes the first one back sees the others' leases, and nobody behind them."""
+    gone = iter([[refusing], [refusing], []])
+    assert reachable_soon(lambda: next(gone), 30.0, threading.Event()) == Check("peers", ok=True)
+    back = iter([[refusing], [listening]])
+    assert reachable_soon(lambda: next(back), 30.0, threading.Event()) == Check("peers", ok=True)
+    asked: list[float] = []
+
+    def cut() -> list[tuple[str, int]]:
+        asked.append(time.monotonic())
+        return [refusing]
+
+    assert not reachable_soon(cut, 1.5, threading.Event()).ok
+    assert asked[-1] - asked[0] >= 1.5
+    cancelled = threading.Event()
+    cancelled.set()
+    assert not reachable_soon(lambda: [refusing], 1e9, cancelled).ok
+
+
 def test_a_connection_that_cannot_set_out_is_no_connection() -> None:
     """A link-local address without its link: the fault comes from connect itself, and SO_ERROR knows nothing of it."""
     found = reachable([("fe80::1", 9)])
@@ -508,7 +527,7 @@ def test_a_job_without_a_check_of_its_own_has_ours_alone(tmp_path: Path) -> None
 
 def test_on_a_node_that_is_not_well_the_jobs_own_check_is_not_run(tmp_path: Path, refusing: tuple[str, int]) -> None:
     spec = script(f"touch {tmp_path}/ran")
-    health = run_checks(spec, (), limits=HealthSection(disk_free_min=1 << 60), log_dir=tmp_path, peers=[refusing])
+    health = run_checks(spec, (), limits=HealthSection(disk_free_min=1 << 60), log_dir=tmp_path, peers=lambda: [refusing])
     assert not health.ok
     assert health.reason.startswith(f"disk: {tmp_path} has ")
     assert "; peers: none of 1 other nodes can be reached: " in health.reason

@@ -372,6 +372,7 @@ EVERYTHING: dict[str, Callable[[Operations, Any], Change]] = {
     "resume": lambda ops, who: ops.resume(who, "train"),
     "restart": lambda ops, who: ops.restart(who, "train", reason="x"),
     "checkpoint": lambda ops, who: ops.checkpoint(who, "train"),
+    "acknowledge": lambda ops, who: ops.acknowledge(who, "train", "g1-x"),
     "cordon": lambda ops, who: ops.cordon(who, "n1", reason="x"),
     "drain": lambda ops, who: ops.drain(who, "n1", reason="x"),
     "uncordon": lambda ops, who: ops.uncordon(who, "n1"),

@@ -14,6 +14,7 @@ from elasticd.agent.config import AgentConfig
 from elasticd.agent.launch import KILL_WAIT_SECONDS
 from elasticd.daemon import backends
 from elasticd.daemon.config import DaemonConfig, EtcdSection
+from elasticd.daemon.kmsg import DEVICE
 from elasticd.daemon.launching import LEAVE_SLACK, leave_budget
 from elasticd.errors import UsageError
 from tests.deploy.installation import PREFIX, ROOT, Installation
@@ -79,7 +80,7 @@ def test_the_daemon_is_exposed_little(units: Path) -> None:
     command = [tool(), "security", "--offline=true", "--threshold=30", "--no-pager", str(units / DAEMON)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, "\n".join(done.stdout.splitlines()[-3:])
-    assert re.search(r"Overall exposure level for elasticd.service: [0-2]\.[0-9]", done.stdout)
+    assert re.search(r"Overall exposure level for elasticd.service: ([0-2]\.[0-9]|3\.0)", done.stdout)
 
 
 # --- what the daemon's code takes for granted ----------------------------------------------------------------------------
@@ -158,8 +159,8 @@ def test_an_agent_has_the_rights_that_it_needs_and_no_others() -> None:
     assert (one(AGENT, "User"), one(AGENT, "Slice")) == ("elasticd", SLICE)
 
 
-def test_the_daemon_may_run_checks_as_other_users_and_nothing_else() -> None:
-    needed = {"CAP_SETUID", "CAP_SETGID", "CAP_KILL"}
+def test_the_daemon_may_run_checks_as_other_users_and_read_the_kernels_log_and_nothing_else() -> None:
+    needed = {"CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYSLOG"}
     assert set(one(DAEMON, "AmbientCapabilities").split()) == needed
     assert set(one(DAEMON, "CapabilityBoundingSet").split()) == needed
     assert (one(DAEMON, "User"), one(DAEMON, "NoNewPrivileges")) == ("elasticd", "yes")
@@ -180,13 +181,14 @@ def test_what_holds_for_workers_too_does_not_hinder_them() -> None:
     assert (one(AGENT, "OOMPolicy"), one(AGENT, "LimitMEMLOCK"), one(AGENT, "TasksMax")) == ("continue", "infinity", "infinity")
 
 
-@pytest.mark.parametrize("setting", ["PrivateDevices", "ProcSubset", "MemoryDenyWriteExecute", "ProtectClock", "PrivateUsers"])
-def test_hardening_that_breaks_gpus_jit_or_the_api_stays_off(setting: str) -> None:
+@pytest.mark.parametrize("setting", ["PrivateDevices", "ProcSubset", "MemoryDenyWriteExecute", "ProtectClock", "ProtectKernelLogs", "PrivateUsers"])
+def test_hardening_that_breaks_gpus_jit_the_api_or_the_kernels_log_stays_off(setting: str) -> None:
     assert setting not in settings(DAEMON)
 
 
-def test_the_gpu_drivers_devices_can_be_opened() -> None:
+def test_the_gpu_drivers_devices_can_be_opened_and_the_kernels_log_be_read() -> None:
     assert one(DAEMON, "DevicePolicy") == "closed"
+    assert {f"{DEVICE} r"} == {device for device in settings(DAEMON)["DeviceAllow"] if not device.startswith("char-")}
     assert {"char-nvidia rw", "char-nvidia-uvm rw", "char-nvidia-caps rw"} <= set(settings(DAEMON)["DeviceAllow"])
 
 

@@ -83,6 +83,13 @@ class Job:
     def weights(self) -> set[str]:
         return {json.loads(path.read_text())["weights"] for path in self.nodes.out.glob("result-*.json")}
 
+    def key(self, name: str, **wanted: Any) -> bool:
+        """Whether that key of the job says all this."""
+        with EtcdKV(KVConfig(endpoints=(self.server.endpoint,))) as kv:
+            held = kv.get(JobKeys("default", "job").prefix + name)
+        said = json.loads(held.value) if held else {}
+        return bool(wanted.items() <= said.items())
+
     def committed(self) -> CheckpointRecord | None:
         with EtcdKV(KVConfig(endpoints=(self.server.endpoint,))) as kv:
             held = kv.get(JobKeys("default", "job").checkpoint)
@@ -214,6 +221,54 @@ def test_a_job_that_is_left_by_its_only_node_is_written_down_first(server: Serve
     assert job.nodes.wait("a") == 0
     job.begin("a")
     counted = job.finish("a")
+    assert (sum(counted.lost), counted.repeated, counted.missed) == (0, 0, 0)
+
+
+def test_two_nodes_that_are_drained_within_a_moment_leave_nothing_to_be_done_again(server: Server, make_nodes: MakeNodes) -> None:
+    """The second asks while its workers stop for the first, without which it was to go on."""
+    job = Job(server, make_nodes)
+    job.begin("a", "b")
+    job.at_step(10)
+    job.nodes.processes["a"].terminate()
+    job.nodes.await_(lambda: [event for event in job.nodes.events("b", "directive") if event["why"] == "leave of a"], "the order to stop")
+    job.nodes.processes["b"].terminate()
+    for name in ("a", "b"):
+        assert job.nodes.wait(name) == 0, job.nodes.story()
+    held = job.committed()
+    assert held is not None, job.nodes.story()
+    assert held.holders == ("a", "b")
+    assert job.nodes.events("a", "not_all_written") + job.nodes.events("b", "not_all_written") == []
+    job.begin("a", "b")
+    counted = job.finish("a", "b")
+    assert (sum(counted.lost), counted.repeated, counted.missed) == (0, 0, 0)
+
+
+def test_the_last_node_that_is_drained_before_its_workers_have_begun_leaves_nothing_to_be_done_again(server: Server, make_nodes: MakeNodes) -> None:
+    """The state it was to begin with lies in its memory alone. Both agents are stopped for a moment, so that the order of things is no luck."""
+    job = Job(server, make_nodes)
+    job.nodes._config["ttl"] = 10.0
+    job.begin("a")  # the older one coordinates
+    joined = now()
+    job.nodes.start("b")
+    job.nodes.stepping(2, after=joined)
+    a, b = (job.nodes.processes[name].pid for name in ("a", "b"))
+    job.nodes.processes["a"].terminate()
+    job.nodes.await_(lambda: job.key("proposal", number=3), "the proposal without it")
+    os.kill(a, signal.SIGSTOP)
+    job.nodes.await_(lambda: job.key("members/b", stopped=2), "the other's word that its workers have stopped")
+    os.kill(b, signal.SIGSTOP)
+    os.kill(a, signal.SIGCONT)
+    job.nodes.await_(lambda: job.key("generation", number=3), "the generation of the other alone")
+    job.nodes.processes["b"].terminate()
+    os.kill(b, signal.SIGCONT)
+    for name in ("a", "b"):
+        assert job.nodes.wait(name) == 0, job.nodes.story()
+    assert [event["generation"] for event in job.nodes.events("b", "workers_started")] == [2]
+    held = job.committed()
+    assert held is not None, job.nodes.story()
+    assert (held.generation, held.holders) == (3, ("b",))
+    job.begin("a", "b")
+    counted = job.finish("a", "b")
     assert (sum(counted.lost), counted.repeated, counted.missed) == (0, 0, 0)
 
 

@@ -27,7 +27,7 @@ def train_two(make_nodes: MakeNodes, endpoints: list[str]) -> Nodes:
 
 def still_generation_1(nodes: Nodes) -> None:
     for node in "ab":
-        assert [event["number"] for event in nodes.events(node, "generation_formed")] == [1], nodes.story()
+        assert [event["generation"] for event in nodes.events(node, "generation_formed")] == [1], nodes.story()
 
 
 @pytest.mark.timeout(150)

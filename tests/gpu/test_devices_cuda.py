@@ -53,4 +53,3 @@ def test_worker_of_local_rank_i_has_the_ith_device_that_its_agent_was_given(uuid
         told = json.loads((nodes.out / f"{rank}.json").read_text())
         assert [f"GPU-{one.removeprefix('GPU-')}" for one in told["seen"]] == given
         assert f"GPU-{told['mine'].removeprefix('GPU-')}" == uuid
-

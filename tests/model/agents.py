@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from elasticd.agent.commit import last_rank, writes
 from elasticd.rendezvous import transitions
 from elasticd.rendezvous.membership import Activate, Decision, Drain, Leave, Local, Memory, Propose, Report, Start, Stay, Stop, Wait
 from elasticd.rendezvous.records import (
@@ -40,6 +41,9 @@ FOREIGN_WAIT = 10.0
 STOP_GRACE = 5.0
 KILL_GRACE = 1.0
 LEAVE_TIMEOUT = 20.0
+COPIES = 2
+KEEP_WITHIN = 2.5
+"""Seconds that the last state may take to be committed."""
 
 
 @dataclass(slots=True)
@@ -52,6 +56,7 @@ class Workers:
     ends_at: float = float("inf")
     orderly: bool = False
     asked_to_leave_at: float | None = None
+    writing: bool = False
 
 
 class Agent:
@@ -115,6 +120,8 @@ class Agent:
         self.snapshots: tuple[SnapshotRef, ...] = ()
         self.unreadable: set[str] = set()
         self.holders: dict[str, set[str]] = {}
+        self.begun = 0  # the generation at hand
+        self.keeping = self.kept = False
         self.code = self.node.code
         self.port = self._port()
 
@@ -614,6 +621,7 @@ class Agent:
         self.world.check.starts(self.node.name, number)
         self.say(f"starts the workers of generation {number}")
         self.workers = Workers(number, self.world.now)
+        self.begun = number
         resume = generation.resume
         here = resume is None or any(ref.digest == resume.digest for ref in self.snapshots)
         self.later("main", 0.05 * self.rng.random() if here else self.rng.uniform(0.1, 1.5), self._restore, generation)
@@ -687,6 +695,8 @@ class Agent:
 
     def hear_holds(self, ref: SnapshotRef, node: str) -> None:
         """A node has written it; with enough of them it is committed (PROTOCOL 24)."""
+        if ref.generation != self.begun:
+            return
         run = self.world.runs[ref.generation]
         holders = self.holders.setdefault(ref.digest, set())
         holders.add(node)
@@ -714,9 +724,24 @@ class Agent:
         if workers is None or workers.number != number or self.world.now < workers.ends_at - 1e-6:
             return
         orderly = workers.stopping is Mode.AGREED_STOP and workers.orderly
+        if workers.writing:
+            return
+        if self.rules.keeps_last and workers.stopping is Mode.AGREED_STOP and self._none_follows():
+            workers.writing = True
+            self.world.workers_end(self.id, number, orderly=orderly)
+            self._write_last(self.world.runs[number].record, self._reported_last)
+            return
         looks = workers.stopping is Mode.KILL and not self.over and self.rules.killed_early_looks
         staying = self.directive.staying if isinstance(self.directive, Stop) else None
         self._report(None, self._broken_links(workers, staying) if looks else (), orderly=orderly)
+
+    def _none_follows(self) -> bool:
+        staying = self.directive.staying if isinstance(self.directive, Stop) else None
+        return staying is not None and len(staying) < self.world.target.min_nodes
+
+    def _reported_last(self) -> None:
+        if self.workers and self.workers.writing:
+            self._report(None)
 
     def _report(self, outcome: Outcome | None, broken: tuple[str, ...] = (), *, orderly: bool = False) -> None:
         assert self.workers
@@ -830,7 +855,7 @@ class Agent:
     def _leave_if_done(self) -> None:
         """Nobody needs this leaver any more (PROTOCOL 18)."""
         view = self.view
-        if not self.leaving or self.workers is not None:
+        if not self.leaving or self.workers is not None or (self.keeping and not self.kept):
             return
         own = view.present.get(self.id)
         counted_on = (own and not own.record.leaving) or (view.pending and self.id in view.pending.record.members)
@@ -845,7 +870,58 @@ class Agent:
             return
         short = view.pending and view.target and len(view.pending.record.members) < view.target.record.min_nodes
         if view.pending and short and (view.active.drained or (view.pending.record.cause.kind is CauseKind.LOSS and not self.dirty)):
+            if self.rules.keeps_last and not self.kept:
+                self.keeping = True
+                self.later("main", self._think(), self._keep_last)
+                return
             self.exit("left")
+
+    def _keep_last(self) -> None:
+        """No generation follows: what its memory holds is written first, as the active generation's (PROTOCOL 29)."""
+        view = None if self.node.cut or not self.store.up else self._look()
+        active = view.active if view else None
+        if view is None or active is None or self.id not in active.ids:
+            self._has_kept()
+            return
+        if self.begun == active.number:
+            self._write_last(active, self._has_kept)
+            return
+        resume, known = active.resume, view.checkpoint.record if view.checkpoint else None
+        if resume is None or (known and known.digest == resume.digest):
+            self._has_kept()
+            return
+        self.begun = active.number
+        here = any(ref.digest == resume.digest for ref in self.snapshots)
+        self.later("main", 0.05 * self.rng.random() if here else self.rng.uniform(0.1, 1.5), self._begin_last, active, resume)
+
+    def _begin_last(self, active: GenerationRecord, resume: ResumePoint) -> None:
+        if self.node.blind_until <= self.world.now and self._obtain(resume):
+            self.keep(SnapshotRef(generation=active.number, step=resume.step, digest=resume.digest))
+            self._write_last(active, self._has_kept, last_rank(active, self.node.name, copies=COPIES, shared=self.world.shared))
+            return
+        self._has_kept()
+
+    def _write_last(self, generation: GenerationRecord, then: Callable[[], None], rank: int | None = None) -> None:
+        """Have the newest state written; who commits waits for that."""
+        rank = generation.ids.index(self.id) if rank is None else rank
+        ref = max(self.snapshots, key=lambda ref: ref.order, default=None)
+        if ref is None or ref.generation != generation.number or not writes(rank, copies=COPIES, shared=self.world.shared):
+            self.later("main", 0.01, then)
+            return
+        took = self.rng.choice((0.1, 0.3, 1.0))
+        self.later("persist", took, self._write_disk, ref, self.id if rank == 0 else generation.ids[0])
+        self.later("main", took + 0.01, self._last_written, ref, self.world.now + KEEP_WITHIN if rank == 0 else 0.0, then)
+
+    def _last_written(self, ref: SnapshotRef, until: float, then: Callable[[], None]) -> None:
+        known = self.store.view().checkpoint
+        if self.world.now < until and (known is None or known.record.order < ref.order):
+            self.later("main", 0.2, self._last_written, ref, until, then)
+            return
+        then()
+
+    def _has_kept(self) -> None:
+        self.kept = True
+        self._rest(0.01)
 
     def _owes(self, generation: GenerationRecord) -> bool:
         """Whether a member has yet to get the state that this leaver can give (PROTOCOL 18)."""

@@ -236,14 +236,23 @@ class Checker:
             raise ViolationError("steps_lost", f"{last.number} reached step {run.reached}, {record.number} resumes {record.resume and record.resume.order}")
 
     def _plan_loses_nothing(self, before: View, last: GenerationRecord, record: GenerationRecord) -> None:
-        """An agreed stop that went well costs no step; nor does a generation that never began, if nothing went wrong at all."""
+        """An agreed stop that went well costs no step; nor does a generation that never began, if nothing went wrong at all.
+
+        One that failed before it began may cost a snapshot, as any failure may: a newcomer in it lacks the newest state (PROTOCOL 22). That it is
+        one at most, `_throws_away` sees to.
+        """
         run, proposal = self.world.runs.get(last.number), before.proposal
         order = record.resume.order if record.resume else (0, 0)
         if run is None or self.world.corrupted or proposal is None or last.ended:
             return
         if proposal.record.mode is Mode.AGREED_STOP and run.sealed and run.reached is not None and order < (last.number, run.reached):
             raise ViolationError("planned_loss", f"{last.number} was stopped by agreement at step {run.reached}, {record.number} resumes {order}")
-        if not run.began and not self.world.trouble and last.resume and order < last.resume.order:
+        if run.sealed and not self.world.trouble and run.reached is not None and order < (last.number, run.reached - 1):
+            raise ViolationError("planned_loss", f"{last.number} was stopped by agreement at step {run.reached}, and since then all have left: {order}")
+        # The same state may be held under an older number, on disk, when those who had restored it in memory are gone.
+        same = record.resume is not None and last.resume is not None and record.resume.digest == last.resume.digest
+        failed = proposal.record.cause.kind is CauseKind.WORKER_FAILED
+        if not run.began and not failed and not self.world.trouble and last.resume and order < last.resume.order and not same:
             raise ViolationError("steps_lost", f"{last.number} was to begin with {last.resume.order}, {record.number} resumes {order}")
 
     def _finished(self, view: View, identity: MemberId, number: int) -> bool:

@@ -37,3 +37,4 @@ class Rules:
     leaver_waits_for_proposal: bool = True  # 18 (desk does not yet)
     begins_as_told: bool = True  # 22: no member begins elsewhere
     two_disks: bool = True  # 24
+    keeps_last: bool = True  # 29: where no generation follows, the newest state is written before it goes

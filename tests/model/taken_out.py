@@ -242,6 +242,7 @@ def _kinds(*kinds: str) -> frozenset[str]:
 APART = _mix(
     {"part": 1}, count=(1, 1), keep=frozenset({"part"}), longest=FOREVER, nodes=(3, 4), minimum=1, budget=(3,), must_not_fail=True, together=0.0
 )
+LEFT = _mix({"leave": 3, "join": 1}, count=(2, 5), nodes=(2, 3), minimum=1, together=0.9)
 TAKEN_OUT: tuple[TakenOut, ...] = (
     TakenOut(number="1", name="a restarted agent overwrites its key and is taken for the old one", rules=Rules(register=register_over, fresh_identity=False),
              mix=_mix({"crash": 1, "power": 1}, count=(1, 3), minimum=1, together=0.2), kinds=_kinds("started_twice", "no_progress")),
@@ -312,6 +313,8 @@ TAKEN_OUT: tuple[TakenOut, ...] = (
              mix=_mix({"wipe": 2, "power": 3}, count=(3, 7), minimum=1, shared=0.0), kinds=_kinds("fell_back_needlessly")),
     TakenOut(number="24, event", name="falling back is told nobody", rules=Rules(plan=plan_says_nothing),
              mix=_mix({"wipe": 3, "power": 3}, count=(3, 7), minimum=1, nodes=(1, 2), shared=0.0), kinds=_kinds("fell_back_unsaid")),
+    TakenOut(number="29", name="the last nodes take the newest state along", rules=Rules(keeps_last=False), mix=LEFT, kinds=_kinds("planned_loss")),
+    TakenOut(number="29, not begun", name="so does who leaves before it has begun", rules=Rules(keeps_last=False), mix=LEFT, kinds=_kinds("steps_lost")),
     TakenOut(number="28", name="nodes with different code train together", rules=Rules(plan=plan_mixes),
              mix=MIXES["upgraded"], kinds=_kinds("mixed_code")),
     TakenOut(number="23, generation", name="commit without the generation compare", rules=Rules(commit=commit_without_generation),

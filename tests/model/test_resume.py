@@ -275,13 +275,13 @@ def test_states_are_ordered_by_generation_and_then_by_step() -> None:
 
 
 def test_only_what_is_newer_is_committed_and_only_by_the_active_generation() -> None:
-    """In the transaction: neither the generation nor the checkpoint has changed since."""
+    """In the transaction: neither the generation nor the checkpoint has changed since, nor what is held."""
     seen = view(member("a", 1), generation=generation(4, "a"), checkpoint=committed("4.7"))
     for text in ("4.7", "4.6", "3.9", "5.1"):
         with pytest.raises(ValueError, match=r"active|newer"):
             transitions.commit(KEYS, seen, committed(text).record)
     txn = transitions.commit(KEYS, seen, committed("4.8").record)
-    assert {(compare.key, compare.value) for compare in txn.compares} == {(KEYS.generation, 500), (KEYS.checkpoint, 7)}
+    assert {(compare.key, compare.value) for compare in txn.compares} == {(KEYS.generation, 500), (KEYS.checkpoint, 7), (KEYS.policy, 0)}
 
 
 def test_a_survivor_is_known_by_its_incarnation() -> None:

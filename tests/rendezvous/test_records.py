@@ -26,6 +26,7 @@ from elasticd.rendezvous.records import (
     GenerationMember,
     GenerationRecord,
     GenerationState,
+    IncidentsRecord,
     MemberId,
     MemberRecord,
     Mode,
@@ -34,6 +35,7 @@ from elasticd.rendezvous.records import (
     NodePolicyRecord,
     NodeRecord,
     Outcome,
+    PolicyRecord,
     ProposalRecord,
     Record,
     RequestKind,
@@ -43,6 +45,7 @@ from elasticd.rendezvous.records import (
     SnapshotRef,
     StoreAddress,
     TargetRecord,
+    Void,
     parse,
 )
 from tests.rendezvous.world import KEYS, generation, member, mid, proposal, target
@@ -234,6 +237,15 @@ def few(values: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
     return st.lists(values, max_size=4).map(tuple)
 
 
+documents = st.dictionaries(
+    st.text(max_size=8),
+    st.recursive(
+        st.none() | st.booleans() | numbers | times | texts,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+        max_leaves=8,
+    ),
+    max_size=3,
+)
 causes = st.builds(Cause, kind=st.sampled_from(CauseKind), detail=texts, nodes=few(names))
 outcomes = st.none() | st.builds(Outcome, generation=numbers, result=st.sampled_from(Result), detail=texts)
 RECORDS: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
@@ -248,7 +260,25 @@ RECORDS: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
         "parameters": st.dictionaries(names, parameters, max_size=4),
         "by": texts,
     },
-    RequestRecord: {"kind": st.sampled_from(RequestKind), "generation": positive, "reason": texts, "by": texts, "at": times},
+    RequestRecord: {
+        "kind": st.sampled_from(RequestKind),
+        "generation": positive,
+        "reason": texts,
+        "by": texts,
+        "at": times,
+        "at_once": st.booleans(),
+        "before": st.none() | numbers,
+        "until": st.none() | numbers,
+        "skip_data": st.booleans(),
+        "code": st.integers(0, 255),
+    },
+    PolicyRecord: {
+        "ledger": documents,
+        "decisions": few(documents),
+        "hold": st.none() | numbers,
+        "acks": st.dictionaries(st.text(max_size=16), texts, max_size=4),
+    },
+    IncidentsRecord: {"node": names, "incidents": few(documents), "at": times},
     NodeRecord: {
         "node": names,
         "incarnation": st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
@@ -261,8 +291,18 @@ RECORDS: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
         "started_at": times,
         "problems": few(texts),
         "jobs": few(st.builds(NodeJob, name=names, state=st.sampled_from(NodeJobState), slots=slots, why=texts)),
+        "peer_port": st.none() | ports,
     },
-    NodePolicyRecord: {"cordoned": st.booleans(), "draining": st.booleans(), "reason": texts, "by": texts, "at": times},
+    NodePolicyRecord: {
+        "cordoned": st.booleans(),
+        "draining": st.booleans(),
+        "reason": texts,
+        "by": texts,
+        "at": times,
+        "until": st.none() | times,
+        "about": st.text(max_size=300),
+        "statistic": st.booleans(),
+    },
     AuditRecord: {"at": times, "node": names, "by": texts, "action": st.text(max_size=64), "subject": st.text(max_size=256), "detail": texts},
     ProposalRecord: {
         "number": positive,
@@ -286,6 +326,8 @@ RECORDS: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
         "formed_at": seconds,
         "drained": st.booleans(),
         "resume": st.none() | st.builds(ResumePoint, generation=numbers, step=numbers, digest=digests, holders=few(names)),
+        "void": few(st.builds(Void, generation=numbers, step=numbers, until=numbers, skip=st.booleans())),
+        "code": st.integers(0, 255),
     },
     BudgetRecord: {"used": numbers},
     CheckpointRecord: {"generation": numbers, "step": numbers, "digest": digests, "holders": few(names), "shared": st.booleans()},

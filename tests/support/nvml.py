@@ -8,6 +8,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class NVMLError(Exception):
@@ -28,6 +31,11 @@ class Gpu:
     uncorrected: int | None = 0
     links: tuple[bool, ...] | None = None
     lost: bool = False
+    utilization: int | None = 97
+    memory: tuple[int, int] | None = (60 << 30, 80 << 30)
+    temperature: int | None = 64
+    milliwatts: int | None = 512_500
+    throttle_reasons: int | None = 0x4
 
 
 @dataclass
@@ -51,6 +59,7 @@ class StandInNvml:
     NVML_FEATURE_ENABLED = 1
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_VOLATILE_ECC = 0
+    NVML_TEMPERATURE_GPU = 0
     NVML_NVLINK_MAX_LINKS = 18
     _RECOVERY = 230
 
@@ -93,10 +102,33 @@ class StandInNvml:
             raise NVMLError(self.NVML_ERROR_NOT_SUPPORTED)
         return gpu.uncorrected
 
+    def nvmlDeviceGetUtilizationRates(self, gpu: Gpu) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(gpu=self._known(gpu, gpu.utilization), memory=0)
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> SimpleNamespace:  # noqa: N802
+        used, total = self._known(gpu, gpu.memory)
+        return SimpleNamespace(used=used, total=total, free=total - used)
+
+    def nvmlDeviceGetTemperature(self, gpu: Gpu, sensor: int) -> int:  # noqa: N802
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return self._known(gpu, gpu.temperature)
+
+    def nvmlDeviceGetPowerUsage(self, gpu: Gpu) -> int:  # noqa: N802
+        return self._known(gpu, gpu.milliwatts)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: Gpu) -> int:  # noqa: N802
+        return self._known(gpu, gpu.throttle_reasons)
+
     def nvmlDeviceGetNvLinkState(self, gpu: Gpu, link: int) -> int:  # noqa: N802
         if gpu.links is None or link >= len(gpu.links):
             raise NVMLError(self.NVML_ERROR_NOT_SUPPORTED)
         return int(gpu.links[link])
+
+    def _known(self, gpu: Gpu, value: T | None) -> T:
+        if value is None:
+            raise NVMLError(self.NVML_ERROR_NOT_SUPPORTED)
+        self._alive(gpu)
+        return value
 
     def _alive(self, gpu: Gpu) -> Gpu:
         if gpu.lost:

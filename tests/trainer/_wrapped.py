@@ -19,6 +19,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from trainer.flag import Reader, Wish
+from trainer.stopwatch import Stopwatch
+from trainer.wire.window import PHASES
 from trainer.wrap import ElasticDDP, wrap
 
 if TYPE_CHECKING:
@@ -132,10 +134,12 @@ def _train(case: Case, *, ours: bool) -> dict[str, Any]:
     torch.manual_seed(rank)  # DDP takes rank 0's weights
     module = case.build(Net(case).to(case.dtype))
     said: list[bool | None] = []
+    watch = Stopwatch()
+    laps: list[dict[str, float]] = []
     step = 0
     inner: Any
     if ours:
-        inner = wrap(module, lambda: Wish(stop=rank == world - 1 and step == STOP_AT), compress=case.compress, **(case.options or {}))
+        inner = wrap(module, lambda: Wish(stop=rank == world - 1 and step == STOP_AT), compress=case.compress, watch=watch, **(case.options or {}))
     else:
         inner = DistributedDataParallel(module, **(case.options or {}))
         if case.compress == "fp16":
@@ -143,6 +147,7 @@ def _train(case: Case, *, ours: bool) -> dict[str, Any]:
     model = case.after(inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(TURNS):
+        watch.start()
         x = torch.randn(8 * world, 8, generator=torch.Generator().manual_seed(step))[8 * rank : 8 * rank + 8].to(case.dtype)
         parts = x.split(4) if case.accumulate else (x,)
         for index, part in enumerate(parts):
@@ -150,13 +155,15 @@ def _train(case: Case, *, ours: bool) -> dict[str, Any]:
                 (case.use(model(part)).float().square().mean() / len(parts)).backward()
         if ours:
             average = inner.flag.take()
+            lap = watch.stop()
+            laps.append({**dict(zip(PHASES, lap.spent, strict=True)), "seconds": lap.seconds})
             said.append(None if average is None else Reader(world, late=False).read([average]).stop)
         if not case.sparse:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     names = [name for name, _ in model.named_parameters()] + list(model.state_dict())
-    return {"digest": _hash(module), "said": said, "names": names}
+    return {"digest": _hash(module), "said": said, "names": names, "laps": laps}
 
 
 def compare(folder: Path, *, name: str) -> dict[str, Any]:

@@ -27,6 +27,8 @@ EXAMPLES = [
     channel.Sealed(generation=7, step=13, index=2, persist=True),
     channel.Stopped(step=13, saved=True, reason="node d joins"),
     channel.Unfit(part="data", detail="1,797 samples here, 1,796 on rank 0"),
+    channel.Telemetry(window={"rank": 3, "first": 1, "last": 20}),
+    channel.Ranks(step=240, steps=120, columns={"seconds": [0.02, 0.03]}),
 ]
 
 

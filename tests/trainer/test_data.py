@@ -364,3 +364,31 @@ def test_a_test_set_can_be_gone_through_again_and_does_not_move_the_cursor() -> 
 def test_a_test_set_that_is_empty_or_a_stream_is_refused(dataset: Any) -> None:
     with pytest.raises(SetupError, match="cannot be evaluated"):
         ElasticLoader(Numbers(40), batch_size=8).evaluation(dataset, batch_size=4)
+
+
+# --- data that are left out ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("done", "skipped"), [(0, 1), (2, 3), (3, 1), (0, 4), (1, 9), (3, 40)])
+def test_steps_that_are_left_out_are_those_that_would_have_come(done: int, skipped: int, *, drop_last: bool) -> None:
+    """Over the ends of epochs too, whose last step is shorter or not there."""
+    all_steps = expected(26, 8, 3, 20, drop_last=drop_last)
+    world = World(2, 26, seed=3, batch_size=8, drop_last=drop_last)
+    seen = list(world.steps(done))
+    for loader in world.loaders:
+        loader.skip(skipped)
+    state = world.state()
+    follow = World(3, 26, state, seed=3, batch_size=8, drop_last=drop_last)
+    rest = list(follow.steps(2))
+    assert seen + rest == all_steps[:done] + all_steps[done + skipped :][: len(rest)]
+    assert rest
+
+
+def test_a_pass_at_hand_ends_where_data_are_left_out() -> None:
+    loader = ElasticLoader(Numbers(26), rank=0, world_size=1, seed=3, batch_size=8)
+    steps = iter(loader)
+    loader.done(next(steps))
+    loader.skip(1)
+    with pytest.raises(SetupError, match="has ended"):
+        next(steps)

@@ -14,6 +14,7 @@ from tests.trainer._agents import Agent
 from tests.trainer._chains import chain, preloaded, seen
 from trainer.errors import EXIT_STOPPED
 from trainer.wire import channel
+from trainer.wire.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,3 +142,15 @@ def test_what_cannot_be_kept_is_refused_with_the_reason(tmp_path: Path) -> None:
     (said,) = run(programs.refused, 1, tmp_path, cases=[case for case in wanted if case not in late])
     said |= late
     assert {case: said[case] for case, part in wanted.items() if part not in said[case]} == {}
+
+
+def test_every_step_is_in_telemetry_with_its_loss_and_its_phases(tmp_path: Path) -> None:
+    agent = Agent(path=tmp_path / "agent", local_world=2, settings={"telemetry_every_s": 0.1})
+    run(programs.under_agent, 2, tmp_path / "run", path=str(agent.path))
+    for rank in range(2):
+        found = [Window.from_dict(message.window) for local_rank, message in agent.messages(channel.Telemetry) if local_rank == rank]
+        assert [number for window in found for number in range(window.first, window.last + 1)] == list(range(1, programs.STEPS + 1))
+        assert sum(window.values["loss"].count for window in found) == programs.STEPS
+        for phase in ("data", "forward", "backward", "communication", "optimizer", "snapshot", "other"):
+            assert sum(window.phases[phase][0] for window in found) > 0.0
+    agent.close()

@@ -49,6 +49,17 @@ def test_the_same_key_draws_the_same_whatever_was_drawn_before() -> None:
         assert for_key(1, 70, 3) == first
 
 
+def test_seeding_is_what_each_library_calls_it() -> None:
+    """Ours takes a shorter way: what is drawn, and what normal numbers had in store, must be as if each was asked to."""
+    for word in (0, 1, 2**32, 2**64 - 1):
+        random.seed(word)
+        np.random.seed(word & 0xFFFFFFFF)
+        torch.manual_seed(word)
+        wanted = (random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.randn(1).item())
+        rng.seed_cpu(word)
+        assert (random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.randn(1).item()) == wanted
+
+
 def test_every_part_of_the_key_counts_in_every_generator() -> None:
     found = [for_key(seed, step, microbatch) for seed in (0, 1) for step in range(6) for microbatch in range(6)]
     for one in zip(*found, strict=True):

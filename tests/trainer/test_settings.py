@@ -21,7 +21,13 @@ from trainer.settings_page import page
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = [Layer.CLUSTER, Layer.JOB, Layer.FILE, Layer.ENVIRONMENT, Layer.COMMAND]
 ETCD = [Layer.CLUSTER, Layer.JOB]
-FREE: dict[str, Any] = {"checkpoint_dir": "/srv/ckpt", "checkpoint_url": "s3://bucket/prefix", "gloo_interface": "eth0", "nccl_interface": "ib0"}
+FREE: dict[str, Any] = {
+    "checkpoint_dir": "/srv/ckpt",
+    "checkpoint_url": "s3://bucket/prefix",
+    "gloo_interface": "eth0",
+    "nccl_interface": "ib0",
+    "telemetry_file": "/srv/telemetry.jsonl",
+}
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -62,6 +68,7 @@ def test_etcd_may_hold_just_the_numbers_booleans_and_words_of_a_list() -> None:
 
 def test_what_a_node_may_have_for_itself_need_not_be_alike() -> None:
     own = {"gloo_interface", "nccl_interface", "checkpoint_dir", "snapshot_memory_percent", "snapshot_memory_mib", "expandable_segments"}
+    own |= {"telemetry_every_s", "telemetry_file"}
     assert set(Settings.model_fields) - ALIKE == own
 
 

@@ -45,8 +45,8 @@ class Node:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.workers: list[Snapshots] = []
 
-    def worker(self, tensors: dict[str, torch.Tensor], local_rank: int = 0, *, populate: bool = True) -> Snapshots:
-        made = Snapshots(self.layout, tensors, self.board.fd, self.fds, local_rank=local_rank, local_world=self.local_world, populate=populate)
+    def worker(self, tensors: dict[str, torch.Tensor], local_rank: int = 0) -> Snapshots:
+        made = Snapshots(self.layout, tensors, self.board.fd, self.fds, local_rank=local_rank, local_world=self.local_world)
         self.workers.append(made)
         return made
 
@@ -155,12 +155,15 @@ def test_fresh_tensors_are_their_own(nodes: list[Node]) -> None:
     node = node_of(nodes, tensors)
     worker = node.worker(tensors)
     worker.take(1, 1, b"")
-    made = worker.fresh(0)
+    copies = worker.copies(0, [name for name in tensors if name != "odd"])
+    made = copies.take(worker.view(0), list(tensors))
     assert_same(made, tensors)
     assert {name: tensor.untyped_storage().nbytes() for name, tensor in made.items()} == {entry.name: entry.nbytes for entry in node.layout.tensors}
     os.pwrite(node.fds[0], bytes(node.layout.size), 0)
     assert_same(made, tensors)
-    assert set(worker.fresh(0, ["odd", "tied"])) == {"odd", "tied"}
+    with pytest.raises(ValueError, match="handed out already: odd, tied"):
+        copies.take(worker.view(0), ["tied", "odd"])
+    copies.close()
     worker.close()
     made["odd"].add_(1)
     made["transposed"].zero_()
@@ -253,7 +256,7 @@ def test_only_a_whole_state_is_restored(nodes: list[Node]) -> None:
         with pytest.raises(StateError, match="no whole state"):
             worker.restore(index, tensors)
         with pytest.raises(StateError, match="no whole state"):
-            worker.fresh(index)
+            worker.copies(index)
         with pytest.raises(StateError, match="no whole state"):
             worker.view(index)
 

@@ -12,6 +12,7 @@ from tests.support.worlds import run
 from tests.trainer import _wrapped as wrapped
 from trainer.errors import SetupError
 from trainer.flag import Wish
+from trainer.wire.window import PHASES
 from trainer.wrap import REFUSED, wrap
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def test_the_flag_gets_through_and_the_weights_are_those_of_plain_ddp(tmp_path: 
         if result["theirs"] is not None:
             assert result["ours"]["digest"] == result["theirs"]["digest"]
             assert result["ours"]["names"] == result["theirs"]["names"]
+        for lap in result["ours"]["laps"]:  # each phase is seen, and none twice
+            assert min(lap["forward"], lap["backward"], lap["communication"]) > 0.0
+            assert sum(lap[phase] for phase in PHASES) == pytest.approx(lap["seconds"], abs=1e-9)
     if not wrapped.CASES[name].norm:
         assert results[0]["ours"]["digest"] == results[1]["ours"]["digest"]
 

@@ -199,6 +199,16 @@ class ElasticLoader:
         last = 0 < samples < self._plan.batch
         return Cursor(epoch=self._cursor.epoch + 1) if last else replace(self._cursor, offset=self._cursor.offset + samples)
 
+    def skip(self, steps: int) -> None:
+        """Leave the data of the next `steps` steps out, over the ends of epochs, as if they had been trained on. It ends the pass at hand.
+
+        Of a stream, whose end is not known, not further than that: a pass that finds nothing left ends the epoch.
+        """
+        self._pass = object()
+        for _ in range(steps):
+            samples = self._plan.batch if self._n is None else self._plan.samples(self._cursor.offset, self._n)
+            self._cursor = self._after(samples)
+
     def fingerprint(self) -> str:
         """Return 32 hexadecimal digits that tell this data from other data; reads a few samples, once."""
         self._fingerprint = self._fingerprint or fingerprint(self.dataset)

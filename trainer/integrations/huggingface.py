@@ -212,6 +212,9 @@ class Elastic(_Base):
                     total += super().training_step(model, micro.batch, num_items_in_batch)
         finally:
             self._micro = None
+        share = 1.0 if self._is_scaled(num_items_in_batch) else self._run.world_size * sum(micro.weight for micro in micros)
+        if share:
+            self._run.log(loss=total / share)
         return total
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
@@ -300,12 +303,14 @@ class Elastic(_Base):
     def _factor(self, items: Any) -> float:
         """What to multiply a microbatch's loss with."""
         assert self._micro is not None
-        scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        if scaled is None:
-            scaled = (self._hf.model_accepts_loss_kwargs and items is not None) or self._hf.compute_loss_func is not None
-        if scaled:  # by the labelled tokens of all ranks: only what is read twice must not count twice
+        if self._is_scaled(items):  # only what is read twice must not count twice
             return 1.0 if self._micro.samples else 0.0
         return self._micro.weight * self._run.world_size
+
+    def _is_scaled(self, items: Any) -> bool:
+        """Whether Trainer divides the loss by the labelled tokens of all ranks."""
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        return bool((self._hf.model_accepts_loss_kwargs and items is not None) or self._hf.compute_loss_func is not None) if scaled is None else bool(scaled)
 
     def _decides(self) -> bool:
         """Whether training depends on what an evaluation finds."""

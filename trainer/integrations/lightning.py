@@ -151,6 +151,7 @@ class ElasticCallback(Callback):
         del trainer, pl_module
         if self._feed is not None and self._feed.turn is not None:
             weight = self._feed.turn.microbatches[0].weight
+            self._run.observe(loss)
             loss.mul_(weight * self._run.world_size)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

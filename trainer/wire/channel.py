@@ -17,6 +17,8 @@ of the message that speaks of them (SCM_RIGHTS). Neither side executes, unpickle
       Sealed           ─────────────────►         a snapshot that somebody waits for is whole
       Stopped          ─────────────────►         nothing more will come; the process ends
       Unfit            ─────────────────►         this node differs from the others in this and cannot take part
+      Telemetry        ─────────────────►         about once a second: what this rank's steps came to
+      Ranks            ─────────────────►         now and then, from rank 0: the same of all ranks side by side
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ class Welcome(Message):
         size: of its image, in bytes.
         digest: of its content.
         directory: where this node's checkpoints lie, "" if nowhere.
+        skip: steps whose data are left out before the first: they led to a divergence, from which the job went back.
     """
 
     kind: ClassVar[str] = "welcome"
@@ -81,6 +84,7 @@ class Welcome(Message):
     size: int = 0
     digest: str = ""
     directory: str = ""
+    skip: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,8 +167,34 @@ class Unfit(Message):
     detail: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Telemetry(Message):
+    """A `wire.window.Window`, as a dict."""
+
+    kind: ClassVar[str] = "telemetry"
+    window: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks(Message):
+    """What all ranks' steps came to since the last such message, gathered to rank 0 through the process group.
+
+    Attributes:
+        step: up to which.
+        steps: how many.
+        columns: name -> one number for each rank: mean seconds a step of each of `wire.window.PHASES`, and "seconds" of the whole step.
+    """
+
+    kind: ClassVar[str] = "ranks"
+    step: int
+    steps: int
+    columns: dict[str, Any]
+
+
 M = TypeVar("M", bound=Message)
-_KINDS: Final[dict[str, type[Message]]] = {cls.kind: cls for cls in (Hello, Welcome, Restored, Describe, Buffers, Raise, Sealed, Stopped, Unfit)}
+_KINDS: Final[dict[str, type[Message]]] = {
+    cls.kind: cls for cls in (Hello, Welcome, Restored, Describe, Buffers, Raise, Sealed, Stopped, Unfit, Telemetry, Ranks)
+}
 
 
 def encode(message: Message) -> bytes:

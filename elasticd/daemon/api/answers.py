@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from elasticd.daemon.values import printable
+from elasticd.observability.harmless import harmless
 from elasticd.observability.times import rfc3339
 
 if TYPE_CHECKING:
@@ -273,8 +273,7 @@ def error(status: int, code: str, message: str, hint: str = "") -> JSONResponse:
 
 def one_line(text: str, most: int = 1000) -> str:
     """Text as it may stand in a log or a table: printable, on one line, of bounded length."""
-    short = text if len(text) <= most else text[: most - 1] + "…"
-    return printable(short)
+    return harmless(text, most)
 
 
 def job_summary(job: JobView, etcd: Sequence[str]) -> JobSummary:

@@ -12,26 +12,34 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
-from prometheus_client import generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from elasticd import __version__, errors
 from elasticd.daemon.api import answers
 from elasticd.daemon.api.access import Access
+from elasticd.daemon.api.anomalies import anomalies_router
 from elasticd.daemon.api.answers import Envelope, change_answer, config_answer, envelope, job_answer, job_summary, node_answer
-from elasticd.daemon.api.bodies import After, ConfigBody, JobFilter, JobName, MayReason, MustReason, NodeFilter, NodeName, ScaleBody, StartBody
+from elasticd.daemon.api.bodies import After, ConfigBody, IncidentName, JobFilter, JobName, MayReason, MustReason, NodeFilter, NodeName, ScaleBody, StartBody
+from elasticd.daemon.api.exposition import Exposition
 from elasticd.daemon.api.gate import Gate
+from elasticd.daemon.api.logs import logs_router
+from elasticd.daemon.api.telemetry import telemetry_router
 from elasticd.daemon.audit import Caller
 from elasticd.daemon.cluster import ClusterReader, ClusterView, own_node
 from elasticd.daemon.configuring import ConfigReader
+from elasticd.daemon.peering import Peers
+from elasticd.daemon.telemetry import REPORTS
+from elasticd.daemon.verdicts import Verdicts
 from elasticd.observability.times import rfc3339
+from elasticd.policy.settings import Settings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from elasticd.daemon.board import Board
     from elasticd.daemon.config import DaemonConfig
+    from elasticd.daemon.detecting import Detecting
+    from elasticd.daemon.gpureadings import Gpus
     from elasticd.daemon.operations import Operations
 
 ERRORS: Final[tuple[tuple[type[errors.ElasticdError], int, str], ...]] = (
@@ -50,7 +58,9 @@ ERRORS: Final[tuple[tuple[type[errors.ElasticdError], int, str], ...]] = (
 _FRAMEWORK: Final = {404: "not_running", 405: "usage"}
 
 
-def make_app(operations: Operations, board: Board, config: DaemonConfig, registry: CollectorRegistry) -> FastAPI:
+def make_app(
+    operations: Operations, board: Board, config: DaemonConfig, registry: CollectorRegistry, gpus: Gpus, detecting: Detecting | None = None
+) -> FastAPI:
     """The API of one daemon.
 
     Args:
@@ -58,11 +68,18 @@ def make_app(operations: Operations, board: Board, config: DaemonConfig, registr
         board: what the decision loop says of itself.
         config: names of the cluster and of the groups that may ask.
         registry: what /metrics shows.
+        gpus: of this machine.
+        detecting: the detectors of this node, if it has any.
     """
     app = FastAPI(title="elasticd node API", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False)
     documented: dict[int | str, dict[str, Any]] = {code: {"model": answers.ErrorAnswer} for code in (400, 403, 404, 405, 409, 422, 500, 503)}
     reader = ClusterReader(operations.kv, operations.keys, board)
     app.include_router(_reading(reader, board, config), responses=documented)
+    peers = Peers(config, operations.kv, board)
+    app.include_router(logs_router(config, board, reader, peers), responses=documented)
+    app.include_router(telemetry_router(config, board, peers, gpus), responses=documented)
+    verdicts = Verdicts(operations.kv, operations.keys, Settings.from_dict(config.policy), config.paths.run_dir / REPORTS)
+    app.include_router(anomalies_router(board, peers, detecting, verdicts), responses=documented)
     app.include_router(_settings(ConfigReader(operations.kv, operations.keys, board, reader), board), responses=documented)
     app.include_router(_changing(operations), responses=documented)
     app.include_router(_configuring(operations), responses=documented)
@@ -216,6 +233,11 @@ def _changing(operations: Operations) -> APIRouter:
         """An agreed stop, then the next generation."""
         return change_answer(operations.restart(caller, job, **dict(body)))
 
+    @router.post("/jobs/{job}/incidents/{incident}/ack")
+    def acknowledge(job: JobName, incident: IncidentName, caller: Asking, body: MayReason | None = None) -> Response:
+        """Somebody sees to it: nothing more is done about it of free will, and nobody is alerted."""
+        return change_answer(operations.acknowledge(caller, job, incident, **dict(body or MayReason())))
+
     @router.post("/nodes/{node}/cordon")
     def cordon(node: NodeName, caller: Asking, body: MustReason) -> Response:
         """Nothing new is started there."""
@@ -271,10 +293,13 @@ def _health(board: Board, registry: CollectorRegistry) -> APIRouter:
         """This node serves the cluster."""
         return _verdict(board.unready)
 
+    exposition = Exposition(registry)
+
+    @router.head("/metrics", include_in_schema=False)
     @router.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """For Prometheus."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return await exposition.answer(request.headers.get("accept-encoding", ""))
 
     return router
 

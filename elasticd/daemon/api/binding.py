@@ -121,9 +121,7 @@ def bind_tcp(what: str, address: str) -> socket.socket:
     if int(port) > _PORT_MAX:  # which getaddrinfo would take modulo 65536
         raise UsageError(f"{what}: cannot listen on {address}: {port} is no port")
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, kind, protocol)
     except (OSError, OverflowError, UnicodeError) as error:
         raise UsageError(f"{what}: cannot listen on {address}: {getattr(error, 'strerror', None) or error}") from None

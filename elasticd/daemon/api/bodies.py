@@ -25,6 +25,7 @@ Value = bool | Annotated[int, Field(ge=-_LARGEST, le=_LARGEST)] | float | Annota
 
 JobName = Annotated[str, Path(pattern=NAME, description="A job.")]
 NodeName = Annotated[str, Path(pattern=NAME, description="A node.")]
+IncidentName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,299}$", description="An incident.")]
 JobFilter = Annotated[str | None, Query(pattern=NAME, description="Of this job alone.")]
 NodeFilter = Annotated[str | None, Query(pattern=NAME, description="Of this node alone.")]
 After = Annotated[int, Query(ge=0, le=2**63 - 1, description="Newer than this: the `last` of an earlier answer.")]

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from elasticd.daemon.board import Board
     from elasticd.daemon.config import DaemonConfig
+    from elasticd.daemon.detecting import Detecting
+    from elasticd.daemon.gpureadings import Gpus
     from elasticd.kv import EtcdKV
 
 _THREADS: Final = 16
@@ -60,9 +62,11 @@ class ApiServer:
         self._ending: asyncio.Event | None = None
 
     @classmethod
-    def of(cls, config: DaemonConfig, *, kv: EtcdKV, operator_kv: EtcdKV, board: Board, registry: CollectorRegistry) -> Self:
+    def of(
+        cls, config: DaemonConfig, *, kv: EtcdKV, operator_kv: EtcdKV, board: Board, registry: CollectorRegistry, gpus: Gpus, detecting: Detecting | None = None
+    ) -> Self:
         """The API of one daemon."""
-        return cls(make_app(Operations(kv, operator_kv, config.keys, board), board, config, registry), config)
+        return cls(make_app(Operations(kv, operator_kv, config.keys, board), board, config, registry, gpus, detecting), config)
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:

@@ -28,11 +28,10 @@ EXPECTED = {200, 400, 403, 404, 405, 409, 422}
 PER_EXAMPLE = 25
 SETTINGS = ["snapshot_every", "checkpoint_copies", "checkpoint_dir"]
 JOBS, NODES = ["train", "other", "ended", "none"], ["n1", "n2", "n3"]
+INCIDENTS = ("g3-nonfinite-n1-r1", "g1-x")
 
 JUNK: st.SearchStrategy[Any] = st.recursive(
-    st.one_of(
-        st.sampled_from([None, True, False, "", "\x00", "\ud800", "; rm"]), st.integers(-(10**30), 10**30), st.floats(), st.text(max_size=30)
-    ),
+    st.one_of(st.sampled_from([None, True, False, "", "\x00", "\ud800", "; rm"]), st.integers(-(10**30), 10**30), st.floats(), st.text(max_size=30)),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
     max_leaves=5,
 )
@@ -90,7 +89,11 @@ def requests(document: Schema) -> st.SearchStrategy[tuple[str, str, bytes | None
 
 
 def operations(path: str, method: str, operation: Schema, document: Schema) -> st.SearchStrategy[tuple[str, str, bytes | None]]:
-    names: Mapping[str, st.SearchStrategy[Any]] = {"job": mostly(st.sampled_from(JOBS)), "node": mostly(st.sampled_from(NODES))}
+    names: Mapping[str, st.SearchStrategy[Any]] = {
+        "job": mostly(st.sampled_from(JOBS)),
+        "node": mostly(st.sampled_from(NODES)),
+        "incident": mostly(st.sampled_from(INCIDENTS)),
+    }
     given = {one["name"]: one for one in operation.get("parameters", ())}
     inside = {name: names[name] for name in given if given[name]["in"] == "path"}
     query = {name: mostly(names.get(name, values(one["schema"], document))) for name, one in given.items() if one["in"] == "query"}

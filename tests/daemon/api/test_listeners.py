@@ -25,7 +25,6 @@ from tests.daemon.api.world import World
 from tests.support.etcd import Authority, await_
 
 if TYPE_CHECKING:
-
     from elasticd.daemon.api.server import ApiServer
 
 QUICK = Limits(connections=8, handshake=0.5, idle=1, request=0.5, answer=1.0)
@@ -96,7 +95,7 @@ def test_the_plain_listener_serves_health_and_metrics_and_nothing_else(world: Wo
     status, text = plainly(api, "GET", "/metrics")
     assert (status, b"elasticd_test 42.0" in text) == (200, True)
     document = world.request("GET", "/openapi.json")[1]
-    paths = [path.format(job="train", node="n1") for path in document["paths"] if path.startswith("/v1/")]
+    paths = [path.format(job="train", node="n1", incident="g1-x") for path in document["paths"] if path.startswith("/v1/")]
     for path in (*paths, "/openapi.json", "/docs", "/", "/metrics/", "//metrics", "/v1/../metrics", "/%2e/metrics"):
         for method in ("GET", "POST"):
             status, text = plainly(api, method, path)
@@ -137,9 +136,7 @@ def test_an_address_that_is_taken_is_named_and_nothing_is_served(world: World) -
     assert not world.config.socket.exists()
 
 
-@pytest.mark.parametrize(
-    ("address", "why"), [("127.0.0.1:99999", "99999 is no port"), ("no.such.host.invalid:1", "known|resolution")]
-)
+@pytest.mark.parametrize(("address", "why"), [("127.0.0.1:99999", "99999 is no port"), ("no.such.host.invalid:1", "known|resolution")])
 def test_an_address_that_is_none_is_named(address: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"metrics.listen: cannot listen on {address}: .*({why})"):
         bind_tcp("metrics.listen", address)
@@ -310,7 +307,7 @@ def test_handshakes_that_never_end_count_as_connections_and_end(world: World, tm
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"SSH-2.0-x\r\n\r\n",
-            b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 400_000 + b"\r\n\r\n",
         b"GET /" + b"a" * 400_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"POST /v1/jobs/train/stop HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",

@@ -205,9 +205,10 @@ def test_garbage_in_every_key_is_told_and_never_a_fault(world: World, api: ApiSe
 def test_the_openapi_document_names_every_path_of_the_contract(world: World, api: ApiServer) -> None:
     status, document = world.request("GET", "/openapi.json")
     assert status == 200
-    changes = {f"/v1/jobs/{{job}}/{verb}" for verb in ("start", "stop", "scale", "pause", "resume", "checkpoint", "restart")}
+    changes = {f"/v1/jobs/{{job}}/{verb}" for verb in ("start", "stop", "scale", "pause", "resume", "checkpoint", "restart", "incidents/{incident}/ack")}
     changes |= {f"/v1/nodes/{{node}}/{verb}" for verb in ("cordon", "drain", "uncordon")}
     reads = {"/v1/status", "/v1/jobs", "/v1/jobs/{job}", "/v1/jobs/{job}/history", "/v1/nodes", "/v1/nodes/{node}", "/v1/events"}
+    reads |= {"/v1/jobs/{job}/logs", "/v1/telemetry", "/v1/anomalies"}
     health = {"/healthz", "/livez", "/readyz", "/metrics"}
     both = {"/v1/config", "/v1/config/{job}"}
     expected = {path: {"get"} for path in reads | health} | {path: {"post"} for path in changes} | {path: {"get", "post"} for path in both}

@@ -24,6 +24,8 @@ from elasticd.daemon.board import Board, Turn
 from elasticd.daemon.client import ApiClient
 from elasticd.daemon.cluster import ClusterView, Happening, cluster_view, happenings
 from elasticd.daemon.config import DaemonConfig
+from elasticd.daemon.detecting import Detecting
+from elasticd.daemon.gpureadings import Gpus
 from elasticd.daemon.jobs import JobSpec
 from elasticd.daemon.operations import Operations
 from elasticd.kv import Delete, EtcdKV, KVConfig, Put
@@ -100,6 +102,7 @@ class World:
         self.registry = CollectorRegistry()
         Gauge("elasticd_test", "A number.", registry=self.registry).set(42)
         self.client = ApiClient(self.config.socket, timeout=20.0)
+        self.detecting: Detecting | None = None
 
     def close(self) -> None:
         self.kv.close()
@@ -109,7 +112,7 @@ class World:
     @contextlib.contextmanager
     def served(self, limits: Limits | None = None) -> Iterator[ApiServer]:
         """The API, until the end of the block."""
-        server = ApiServer(make_app(self.operations, self.board, self.config, self.registry), self.config, limits)
+        server = ApiServer(make_app(self.operations, self.board, self.config, self.registry, Gpus(), self.detecting), self.config, limits)
         server.start()
         try:
             yield server
@@ -154,9 +157,7 @@ class World:
 
     def member(self, node: str, job: str = "train", **more: Any) -> int:
         keys = self.keys.job(job)
-        record = MemberRecord(
-            scope=keys.scope, id=identity(node), address="10.0.0.1", slots=2, boot_id="boot", store_port=4000, probe_port=4001, **more
-        )
+        record = MemberRecord(scope=keys.scope, id=identity(node), address="10.0.0.1", slots=2, boot_id="boot", store_port=4000, probe_port=4001, **more)
         return self.put(keys.member(node), record)
 
     def training(self, *nodes: str, job: str = "train", **target: Any) -> None:
