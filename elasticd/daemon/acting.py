@@ -57,6 +57,7 @@ class _Told:
     standing: tuple[object, ...] = ()
     updated: float = 0.0
     at: float = float("-inf")
+    revision: int = 0  # of the key as it was written; 0: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +227,16 @@ class Acting:
         except ValueError as error:
             log.error("incident_not_told", job=job, why=str(error)[:500])  # noqa: TRY400 - what detectors said, not a fault of ours
             return
-        self._kv.txn((), (Put(key=self._keys.incidents_of(job, self._node), value=record.to_bytes()),))
-        self._told[job] = _Told(standing=stands, updated=updated, at=now)
+        key = self._keys.incidents_of(job, self._node)
+        # Compared, so that a telling that got no answer, and comes through later, cannot replace this one.
+        seen = Compare(key=key, target=Target.MOD, op="==", value=last.revision)
+        written = self._kv.txn((seen,), (Put(key=key, value=record.to_bytes()),))
+        if written.succeeded:
+            self._told[job] = _Told(standing=stands, updated=updated, at=now, revision=written.revision)
+        else:
+            found = self._kv.get(key)
+            last.revision = found.mod_revision if found is not None else 0
+            self._due.set()
 
     def _read(self, listing: Listing) -> dict[str, list[Incident]]:
         """Incidents by job, of all nodes. What cannot be believed is told once, and is as if nobody had said it."""

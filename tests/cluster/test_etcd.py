@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from elasticd.errors import KVPermissionError, KVUnavailableError
-from elasticd.kv import Put, TLSFiles
+from elasticd.kv import Compare, Put, Target, TLSFiles
 from elasticd.rendezvous.keys import ClusterKeys
 from tests.cluster import matrix
 from tests.cluster.etcd import Certificates, ThreeMembers
@@ -46,7 +46,14 @@ def node(three: ThreeMembers, connect: Connect) -> EtcdKV:
 
 
 def write(kv: EtcdKV, value: str) -> None:
-    kv.txn([], [Put(key=KEYS.node(matrix.NODE), value=value.encode())])
+    """Write over what is there now. Compared, as the service's own writes are: one that got no answer may still be on its way to a member
+    that hangs or is cut off, and must find nothing to overwrite when that is back."""
+    key = KEYS.node(matrix.NODE)
+    found = kv.get(key)
+    if found is not None and found.value == value.encode():
+        return
+    seen = Compare(key=key, target=Target.MOD, op="==", value=found.mod_revision if found is not None else 0)
+    assert kv.txn([seen], [Put(key=key, value=value.encode())]).succeeded
 
 
 def value(kv: EtcdKV) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from elasticd.daemon.acting import AGAIN, DEPUTY, NUMBERS_EVERY
-from elasticd.kv import Put
+from elasticd.kv import Put, TxnResult
 from elasticd.policy.budgets import Deed, Ledger
 from elasticd.policy.decisions import Action
 from elasticd.policy.settings import EXIT_SAME_AGAIN
@@ -382,6 +382,46 @@ def test_the_same_incident_with_newer_numbers_is_told_now_and_then_only(site: Si
     later = site.kv.get(key)
     assert later is not None
     assert parse(IncidentsRecord, key, later.value, site.of_job.scope).incidents[0]["count"] == 2
+
+
+def test_a_telling_that_comes_through_late_replaces_no_newer_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that hung in a paused member of etcd, or in the buffers of a cut connection."""
+    one = told(incident(finding("loss_spike", cls="advise", certainty="strong", scope="job")))
+    acting = site.acting("n1", one)
+    key = site.keys.incidents_of(JOB, "n1")
+    sent: list[tuple[Any, Any]] = []
+    txn = site.kv.txn
+
+    def noted(compares: Any, ops: Any) -> TxnResult:
+        if any(op.key == key for op in ops):
+            sent.append((compares, ops))
+        return txn(compares, ops)
+
+    monkeypatch.setattr(site.kv, "txn", noted)
+    now = time.time()
+    acting.turn(now)
+    one.said[JOB] = [{**one.said[JOB][0], "state": "over", "updated": now + 1.0, "why_over": "gone"}]
+    acting.turn(now + 1.0)
+    newest = site.kv.get(key)
+    assert len(sent) == 2
+    for late in sent:
+        assert not txn(*late).succeeded
+    assert site.kv.get(key) == newest
+
+
+def test_a_key_that_somebody_else_wrote_is_told_over(site: Site) -> None:
+    one = told(incident(finding("loss_spike", cls="advise", certainty="strong", scope="job")))
+    acting = site.acting("n1", one)
+    now = time.time()
+    acting.turn(now)
+    key = site.keys.incidents_of(JOB, "n1")
+    site.kv.txn((), (Put(key=key, value=b"{}"),))
+    one.said[JOB] = [{**one.said[JOB][0], "updated": now + 20.0, "count": 2}]
+    acting.turn(now + 20.0)
+    acting.turn(now + 20.1)
+    item = site.kv.get(key)
+    assert item is not None
+    assert parse(IncidentsRecord, key, item.value, site.of_job.scope).incidents[0]["count"] == 2
 
 
 def test_etcd_away_is_said_and_made_up_for(site: Site, daemon_server: Server) -> None:
