@@ -60,10 +60,13 @@ def run(config: AgentConfig, signals: Signals) -> Finish:
         ElasticdError: it could not begin, or the membership was lost for good.
     """
     from elasticd.agent.fingerprint import fingerprint
+    from elasticd.agent.judging import Judge
     from elasticd.agent.outputs import OutputKeeper
     from elasticd.agent.reporting import Reporter
     from elasticd.agent.state import StateKeeper
     from elasticd.kv import EtcdKV
+    from elasticd.policy.settings import Settings as PolicySettings
+    from elasticd.rendezvous.keys import ClusterKeys
     from elasticd.rendezvous.member import Member
 
     identity = _identity(config)
@@ -76,7 +79,8 @@ def run(config: AgentConfig, signals: Signals) -> Finish:
         signals.on_hangup(reloading.ask if config.result_file else None)
         states = stack.enter_context(closing(StateKeeper(config, lambda: read_settings(config, kv), reporter)))
         stack.enter_context(closing(reporter))  # its last word comes when the membership has ended
-        member = stack.enter_context(closing(Member(member_config(config, states.port), kv=kv, attentive=True)))
+        judge = Judge(kv, ClusterKeys(config.cluster), config.keys, PolicySettings.from_dict(config.policy))
+        member = stack.enter_context(closing(Member(member_config(config, states.port), kv=kv, attentive=True, judge=judge)))
         # What is wrong with etcd, files or names shows before torch has been imported, which takes seconds. Registering waits until workers
         # could be started: the others stop theirs as soon as they see a newcomer. And the import holds the interpreter for so long at a time
         # that a short lease would not live through it (tried: generations formed and were given up before the first worker ran).
@@ -98,6 +102,8 @@ def run(config: AgentConfig, signals: Signals) -> Finish:
         agent.run()
         if agent.difference:
             raise UsageError(f"node {config.node} differs from the others in {agent.difference}", remedy="make it alike, then start the job here again")
+        if member.left_out:
+            raise UsageError(f"node {config.node} was left out: {member.left_out}", remedy="see to it, then start the job here again")
         if agent.finish is None:
             msg = "the agent ended without a result"
             raise ElasticdError(msg)

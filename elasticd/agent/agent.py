@@ -155,7 +155,7 @@ class JobAgent(SimpleElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Wait for an assignment and deal its ranks: they are in the record, nobody has to be asked."""
         try:
-            assignment = self._member.next_assignment(give_up=lambda: self._wishes.leave)
+            assignment = self._member.next_assignment(give_up=lambda: self._wishes.leave or bool(self._member.left_out))
         except RefusedError:
             raise _NoAssignment from None
         if assignment is None:
@@ -272,14 +272,14 @@ class JobAgent(SimpleElasticAgent):
         if ended is not None:
             self.finish = _finish_of(ended)
             return
-        if not self._wishes.leave:
+        if not self._wishes.leave and not self._member.left_out:
             self.finish = Finish(ending=Ending.FAILED, reason=self._member.why or "membership lost")
             return
         self._member.ask_to_leave()
         if self._wait_left():
             self._keep_last()
             self._wait_left()  # a generation that formed meanwhile may begin with what is here
-        self.finish = Finish(ending=Ending.LEFT, reason="asked to leave")
+        self.finish = Finish(ending=Ending.LEFT, reason=self._member.left_out or "asked to leave")
 
     def _wait_left(self) -> bool:
         left = self._member.wait_left(self._config.leave_timeout, owed=self._states.owed)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from elasticd.errors import UsageError
 from elasticd.kv.types import KVConfig, TLSFiles
 from elasticd.observability.limits import LogLimits
+from elasticd.policy.settings import Settings
 from elasticd.rendezvous.keys import JobKeys
 from elasticd.rendezvous.membership import Timing
 from elasticd.rendezvous.nodelock import default_state_dir
@@ -51,6 +52,7 @@ class AgentConfig(BaseModel):
         result_file: set by a daemon, which learns from it how the agent ended (`result`); SIGHUP then reloads certificates instead of leaving.
         report_file: set by a daemon, which reads there how the job goes (`observability.report`); None: nobody asks.
         logs: how much is kept of them on this node.
+        policy: what is done about failures, by the names of `elasticd.policy.settings`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,6 +93,16 @@ class AgentConfig(BaseModel):
     result_file: Path | None = None
     report_file: Path | None = None
     logs: LogLimits = LogLimits()
+    policy: dict[Text, bool | int | float | str] = {}
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, values: dict[str, object]) -> dict[str, object]:
+        try:
+            Settings.from_dict(values)
+        except UsageError as error:
+            raise ValueError(error.message) from None
+        return values
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -157,4 +169,5 @@ class AgentConfig(BaseModel):
             drain_timeout=self.stop_grace + self.ready_timeout,
             ttl=self.ttl,
             frozen_max=self.frozen_max,
+            judged=True,
         )

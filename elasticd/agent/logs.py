@@ -47,6 +47,14 @@ EXCEPTION_LIMIT: Final = 200
 """Characters kept of the one line that names the exception."""
 
 _SAFE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+END_READ: Final = 64 * 1024
+"""Bytes of a worker's standard error in which its last exception is looked for."""
+
+TRACEBACK: Final = "Traceback (most recent call last):"
+_RANKED: Final = re.compile(r"\[rank\d+\]: ?")
+"""What torch puts before each line once there is a process group."""
+_EXCEPTION: Final = re.compile(r"[A-Za-z_][\w.]{0,200}(: .*)?$")
+_SYNTAX: Final = re.compile(r"(SyntaxError|IndentationError|TabError): ")
 _LATEST: Final = "latest"
 
 log = structlog.stdlib.get_logger(__name__)
@@ -173,6 +181,24 @@ def read_error(path: Path) -> WorkerError | None:
     return _parse_error(document)
 
 
+def read_traceback(path: Path) -> WorkerError | None:
+    """The last exception on a worker's standard error; None if there is none near the end. Never raises for what the file holds.
+
+    Most scripts are not decorated with torch's `record`, and leave nothing else.
+    """
+    try:
+        text = _read_end(path).decode("utf-8", errors="replace")
+    except (OSError, ValueError):
+        return None
+    _, found, after = text.rpartition(TRACEBACK)
+    lines = [_RANKED.sub("", line) for line in (after if found else text).splitlines()]
+    shape = _EXCEPTION if found else _SYNTAX  # Python shows no stack for a script that it cannot even read
+    for place, line in enumerate(lines):
+        if shape.match(line):
+            return _worker_error("\n".join(lines[place:]), None)
+    return None
+
+
 def describe_exit(code: int) -> str:
     """An exit code as `subprocess` gives it, in words: "exit code 1", or "killed by SIGKILL (9)" for -9."""
     if code >= 0:
@@ -224,6 +250,17 @@ def _read_regular(path: Path) -> bytes:
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise ValueError("not a file of its own")
         return file.read(ERROR_FILE_LIMIT + 1)
+
+
+def _read_end(path: Path) -> bytes:
+    """The last `END_READ` bytes, with the same care."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("not a file")
+        file.seek(max(0, status.st_size - END_READ))
+        return file.read(END_READ)
 
 
 def _parse_error(document: object) -> WorkerError | None:

@@ -149,6 +149,13 @@ class Reporter:
             self._ends.update(ends_of(by_themselves, exits))
             self._place = (-1, 0)
 
+    @property
+    def reached(self) -> int | None:
+        """How far the workers of the generation at hand have come, as far as they have told; None if none of them uses `trainer`."""
+        with self._lock:
+            at_hand = self._ledger.at_hand
+            return max(self._ledger.step, at_hand.resumed if at_hand else 0) if self._greeted else None
+
     # --- the channels' thread --------------------------------------------------------------------------------------------
 
     def heard(self, local_rank: int, message: Message) -> None:

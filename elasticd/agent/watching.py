@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final
 import structlog
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elasticd.agent.logs import describe_exit, read_error
+from elasticd.agent.logs import WorkerError, describe_exit, read_error, read_traceback
 from elasticd.rendezvous.membership import Directive, Leave, Stop
 from elasticd.rendezvous.peers import neighbours
 from elasticd.rendezvous.peers import unreachable as out_of_reach
-from elasticd.rendezvous.records import MemberId, Mode, Outcome, Result
+from elasticd.rendezvous.records import ENDS_MAX, ERROR_MAX, MemberId, Mode, Outcome, Result, WorkerExit
 from trainer.errors import EXIT_STOPPED
 
 if TYPE_CHECKING:
@@ -235,7 +235,8 @@ class Watch:
         holders = set(generation.resume.holders) - {self._config.node} if generation.resume else set[str]()
         apart = tuple(identity.incarnation for identity in generation.ids if identity.node in holders)
         self._wait(current, PAUSE_UNFIT)  # where all are needed it is tried again, and must not spin
-        outcome = None if apart else Outcome(generation=current.number, result=Result.FAILED, detail=detail)
+        end = WorkerExit(rank=current.assignment.base_rank, code=1, exception=f"StateUnavailable: {why}"[:ERROR_MAX], at=time.time())
+        outcome = None if apart else Outcome(generation=current.number, result=Result.FAILED, detail=detail, ends=(end,), step=0)
         self._report(current, outcome, why=detail, broken=lambda: apart)
 
     def _worker_failed(self, current: Running, exits: dict[int, int]) -> None:
@@ -244,8 +245,9 @@ class Watch:
         local_rank = next(rank for rank, code in exits.items() if code != 0)
         rank, code = current.assignment.base_rank + local_rank, exits[local_rank]
         files = current.ranks[local_rank]
-        error = read_error(files.error)
+        error = _error(files, code)
         detail = f"rank {rank} on {self._config.node}: {describe_exit(code)}" + (f": {error.exception}" if error else "")
+        ends = self._ends(current, exits)
         log.error("worker_failed", generation=current.number, rank=rank, detail=detail, log=str(files.stderr))
         # Torch is not told of the file: it would read whatever a worker put there, follow its links, and raise for garbage.
         self.failure = (rank, ProcessFailure(local_rank, current.workers.workers[local_rank].pid, code, ""))
@@ -256,8 +258,25 @@ class Watch:
             if worker.local_rank in self._states.listening:
                 worker.send_signal(signal.SIGKILL)
         current.workers.stop(self._config.kill_grace)
-        outcome = Outcome(generation=current.number, result=Result.FAILED, detail=detail[:2000])
+        outcome = Outcome(generation=current.number, result=Result.FAILED, detail=detail[:2000], ends=ends, step=self._reporter.reached)
         self._report(current, outcome, why=detail, broken=lambda: self._broken_links(current))
+
+    def _ends(self, current: Running, exits: Mapping[int, int]) -> tuple[WorkerExit, ...]:
+        """How those ended that failed by themselves, the first four."""
+        ends = []
+        for local_rank, code in [(one, code) for one, code in exits.items() if code != 0][:ENDS_MAX]:
+            error = _error(current.ranks[local_rank], code)
+            last = error.message.strip().splitlines()[-1] if error and error.message.strip() else ""
+            ends.append(
+                WorkerExit(
+                    rank=current.assignment.base_rank + local_rank,
+                    code=code,
+                    exception=error.exception[:ERROR_MAX] if error else "",
+                    message=last[:ERROR_MAX] if error and last != error.exception else "",
+                    at=time.time(),
+                )
+            )
+        return tuple(ends)
 
     def _broken_links(self, current: Running, staying: Collection[MemberId] | None = None) -> tuple[str, ...]:
         """Whom this node cannot reach, if its workers failed before they can have got far: a formation that fails has its cause there.
@@ -293,3 +312,8 @@ class Watch:
         log.info("workers_stopped", generation=current.number, why=why, outcome=outcome.result.value if outcome else None)
         inventory, lost = self._states.holdings()
         self._member.report_stopped(current.number, outcome, unreachable, inventory=inventory, lost=lost)
+
+
+def _error(files: RankLogs, code: int) -> WorkerError | None:
+    """What a worker said of its own end: torch's file, or else what Python prints before it returns 1."""
+    return read_error(files.error) or (read_traceback(files.stderr) if code == 1 else None)

@@ -142,6 +142,10 @@ def run_command(
     detect: Annotated[
         bool, typer.Option("--detect", help="Look for drifts and failures in logs and numbers on each node, and act on them; about 150 MB a node.")
     ] = False,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", metavar="NAME=VALUE", help="A setting of what is done about failures and drifts. May be repeated.", show_default=False),
+    ] = None,
     log_dir: Annotated[
         Path | None, typer.Option("--log-dir", metavar="DIR", help="Root of all logs.  [default: ~/.local/state/elasticd/logs]", show_default=False)
     ] = None,
@@ -187,6 +191,7 @@ def run_command(
             stop_grace=stop_grace,
             frozen_max=frozen_max,
             detect=detect,
+            policy=o.parse_policy(policy or []),
             again=again,
             show=o.Show(show.value),
             jsonl=output is RunOutput.JSONL,

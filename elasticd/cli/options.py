@@ -286,6 +286,7 @@ class RunOptions:
     stop_grace: float
     frozen_max: float
     detect: bool = False
+    policy: Mapping[str, int | float | str] = field(default_factory=dict)
     again: bool
     show: Show
     jsonl: bool
@@ -358,6 +359,38 @@ def parse_trainer(texts: Sequence[str]) -> dict[str, str]:
     from elasticd.agent.settings import parse_settings
 
     return parse_settings(texts, "--trainer")
+
+
+def parse_policy(texts: Sequence[str]) -> dict[str, int | float | str]:
+    """What `--policy NAME=VALUE` means.
+
+    Raises:
+        UsageError: a setting is unknown, given twice, or its value is not allowed.
+    """
+    from elasticd.policy.settings import Settings
+
+    values: dict[str, int | float | str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--policy {text}: not of the form NAME=VALUE")
+        if name in values:
+            raise UsageError(f"--policy: {name} is given twice")
+        values[name] = _number(value)
+    try:
+        Settings.from_dict(values)
+    except UsageError as error:
+        raise UsageError(f"--policy: {error.message.removeprefix('policy ')}", remedy=error.remedy) from None
+    return values
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def needs_etcd(option: str) -> UsageError:

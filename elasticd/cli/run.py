@@ -212,6 +212,7 @@ def _plans(options: RunOptions, store: Store, scratch: Path) -> list[NodePlan]:
                 "metrics": {"listen": ""},
                 "health": {"disk_free_min": 0},
                 "detectors": {"run": options.detect},
+                "policy": options.policy,
             }
             plans.append(NodePlan(config=DaemonConfig.model_validate(document), spec=spec, trainer=options.trainer))
     except ValidationError as error:
@@ -263,6 +264,7 @@ def join_command(options: RunOptions, store: Store) -> str:
     # Nodes that differ in settings do not train together.
     words += ["--config", str(options.config)] if options.config else []
     words += [word for name, value in options.trainer.items() for word in ("--trainer", f"{name}={value}")]
+    words += [word for name, value in options.policy.items() for word in ("--policy", f"{name}={value}")]
     words += ["-m"] if options.module else []
     return shlex.join([*words, "--", *options.script])
 
@@ -281,8 +283,9 @@ def _tell_end(options: RunOptions, outcome: RunOutcome, progress: Progress, scre
         screen.notice(Notice(text=f"{outcome.result.value}: {outcome.reason} ({size})", weight=weight))
         return
     where = f"; log {failure.log}" if failure.log else ""
-    why = "" if failure.detail in outcome.reason and outcome.reason.endswith(failure.detail) else f"; {outcome.reason}"
-    screen.notice(Notice(text=f"{outcome.result.value}: {failure.detail}{where}{why} ({size})", weight=weight))
+    rank = failure.detail.partition(": ")[0]  # whoever judged the failure names it too
+    why = outcome.reason if rank in outcome.reason else f"{failure.detail}; {outcome.reason}"
+    screen.notice(Notice(text=f"{outcome.result.value}: {why}{where} ({size})", weight=weight))
     for line in last_lines(failure.log, _TAIL) if failure.log else []:
         screen.notice(Notice(text=f"  | {line}", weight=weight))
 

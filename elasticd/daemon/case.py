@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from elasticd.errors import RecordError
+from elasticd.agent.judging import IDLE_MAX, ledger_of, plain, told, world_of
 from elasticd.kv.types import Compare, Op, Put, Target
 from elasticd.observability.report import Histogram, JobReport
-from elasticd.policy.budgets import Ledger, Progress
+from elasticd.policy.budgets import Progress
 from elasticd.policy.costs import Measured
 from elasticd.policy.decisions import Action, Decision
 from elasticd.policy.evidence import Incident
 from elasticd.policy.settings import Settings
-from elasticd.policy.state import Cluster, State, World
+from elasticd.policy.state import Cluster, State
 from elasticd.rendezvous.keys import ClusterKeys, JobKeys
 from elasticd.rendezvous.records import (
-    DECISIONS_MAX,
     INCIDENTS_MAX,
     TEXT_MAX,
     GenerationRecord,
@@ -41,8 +39,6 @@ FINDINGS_TOLD: Final = 8
 STEP: Final = "step"
 """The number of a divergence's finding that is the first bad step."""
 _ABOUT_MAX: Final = 300
-_IDLE_MAX: Final = DECISIONS_MAX // 2
-"""Incidents of which it is told that nothing is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,17 +82,6 @@ def turn_of(case: Case, node: str) -> int | None:
     return names.index(node) if node in names else None
 
 
-def ledger_of(case: Case) -> Ledger:
-    """What was done so far.
-
-    Raises:
-        RecordError: what stands there cannot be read. Then nothing may be done, nor may it be written anew: a budget that is forgotten is none.
-    """
-    if case.keys.policy in case.view.problems:
-        raise RecordError(case.view.problems[case.keys.policy])
-    return Ledger.from_dict(case.view.policy.record.ledger) if case.view.policy else Ledger()
-
-
 def state_of(case: Case, settings: Settings) -> State:
     """What `policy.decide` is to look at.
 
@@ -106,11 +91,11 @@ def state_of(case: Case, settings: Settings) -> State:
     incidents = tuple(incident for incident in case.incidents if incident.id not in case.settled)
     return State(
         settings=settings,
-        world=_world(case),
+        world=world_of(case.view, case.generation) if case.generation else None,
         cluster=_cluster(case),
         progress=_progress(case),
         measured=measured(case.report),
-        ledger=ledger_of(case).noticed(incidents),
+        ledger=ledger_of(case.keys, case.view).noticed(incidents),
         incidents=incidents,
         paused=bool(case.view.target and case.view.target.record.paused),
     )
@@ -136,20 +121,6 @@ def step_time(report: JobReport) -> float | None:
 def _mean(histogram: Histogram) -> tuple[float, ...]:
     count = sum(histogram.counts)
     return (histogram.total / count,) if count else ()
-
-
-def _world(case: Case) -> World | None:
-    generation = case.generation
-    if generation is None:
-        return None
-    ranks: dict[str, tuple[int, ...]] = {}
-    first = 0
-    for member in generation.members:
-        ranks[member.id.node] = tuple(range(first, first + member.slots))
-        first += member.slots
-    spare = sum(not keyed.record.leaving and identity not in generation.ids for identity, keyed in case.view.present.items())
-    least = case.view.target.record.min_nodes if case.view.target else 1
-    return World(generation=generation.number, formed_at=generation.formed_at, nodes=ranks, min_nodes=least, spare=spare)
 
 
 def _cluster(case: Case) -> Cluster:
@@ -178,7 +149,7 @@ def news(case: Case, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
     known = {}
     for one in case.view.policy.record.decisions if case.view.policy else ():
         known[one.get("about")] = (one.get("action"), one.get("would"), one.get("rule"))
-    idle = [one for one in decisions if not one.acts and one.rule != "done" and (one.about in known or one.rule != "over")][:_IDLE_MAX]
+    idle = [one for one in decisions if not one.acts and one.rule != "done" and (one.about in known or one.rule != "over")][:IDLE_MAX]
     return tuple(one for one in decisions if one.acts or (one in idle and known.get(one.about) != (one.action.value, one.would.value, one.rule)))
 
 
@@ -205,9 +176,10 @@ def carry_out(cluster: ClusterKeys, case: Case, state: State, decisions: Sequenc
     record = PolicyRecord(
         scope=case.keys.scope,
         ledger=ledger.as_dict(),
-        decisions=_told(before, [_plain(one, state) for one in fresh], {one.about for one in decisions}),
+        decisions=told(before, [plain(one, state) for one in fresh], {one.about for one in decisions}),
         hold=hold,
         acks=before.acks if before else {},
+        verdict=before.verdict if before else None,
     )
     compares = [unchanged(case.keys.policy, case.view.policy, case.view), unchanged(case.keys.generation, case.view.generation)]
     ops: list[Op] = [Put(key=case.keys.policy, value=record.to_bytes())]
@@ -216,27 +188,6 @@ def carry_out(cluster: ClusterKeys, case: Case, state: State, decisions: Sequenc
             compares += _asks(cluster, case, one)
             ops += _ask(cluster, case, state, one)
     return Txn(tuple(compares), tuple(ops))
-
-
-def _told(before: PolicyRecord | None, fresh: Sequence[dict[str, Any]], current: AbstractSet[str]) -> tuple[dict[str, Any], ...]:
-    """The last that did something, and the newest of each incident that did nothing; of incidents that are gone first the oldest go."""
-    about = {one["about"] for one in fresh}
-    kept = [one for one in (before.decisions if before else ()) if one.get("about") not in about or one.get("action") != Action.LOG.value]
-    entries = [*kept, *fresh]
-    idle = [one for one in entries if one.get("action") == Action.LOG.value]
-    idle = sorted(idle, key=lambda one: one.get("about") in current)[-_IDLE_MAX:]
-    deeds = [one for one in entries if one.get("action") != Action.LOG.value][-(DECISIONS_MAX - _IDLE_MAX) :]
-    return tuple(one for one in entries if one in idle or one in deeds)
-
-
-def _plain(decision: Decision, state: State) -> dict[str, Any]:
-    """As it is kept, with how far and how fast the job was, to be compared with later."""
-    told = decision.as_dict()
-    step_s = state.measured.step_s
-    told["numbers"] = {**decision.numbers, "step": float(state.progress.step), **({"step_s": step_s} if step_s else {})}
-    told["ranks"] = list(decision.ranks)[:64]
-    told["why"] = decision.why[:TEXT_MAX]
-    return {name: value for name, value in told.items() if name != "failure"}
 
 
 def _asks(cluster: ClusterKeys, case: Case, decision: Decision) -> list[Compare]:
@@ -296,9 +247,9 @@ def request_of(case: Case, state: State, decision: Decision) -> RequestRecord | 
 def first_bad_step(case: Case, state: State, decision: Decision) -> int:
     """The step from which on the state is bad: the detectors' word, or counted back from now with the time that a step takes."""
     incident = next((one for one in case.incidents if one.id == decision.about), None)
-    told = [number.value for sign in (incident.own if incident else ()) for number in sign.numbers if number.name == STEP and number.value is not None]
-    if told:
-        return max(0, int(min(told)))
+    said = [number.value for sign in (incident.own if incident else ()) for number in sign.numbers if number.name == STEP and number.value is not None]
+    if said:
+        return max(0, int(min(said)))
     step_s = state.measured.step_s
     if decision.good_before is None or not step_s:
         return 0

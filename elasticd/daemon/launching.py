@@ -90,6 +90,7 @@ def agent_config(  # what goes into it comes from five places
             result_file=result_file,
             report_file=report_file,
             logs=config.logs,
+            policy=dict(config.policy),
         )
         resolve(told, None, None, own.environ)  # what etcd adds is the agent's to judge, in each generation
     except ValidationError as error:

@@ -163,6 +163,7 @@ RULES: Final = (
         cues=("loss is nan", "loss is inf", "nan loss", "loss is not finite", "non-finite", "nan or inf", "returned nan values"),
     ),
     _Rule(kind="checkpoint_damaged", cls=_C.INFRASTRUCTURE, types=_names("DamagedError")),
+    _Rule(kind="state_unavailable", cls=_C.INFRASTRUCTURE, types=_names("StateUnavailable")),
     _Rule(
         kind="import_error",
         cls=_C.CODE,

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from elasticd.policy.state import State
 
 _SAME_AGAIN: Final = frozenset({FailureClass.CODE, FailureClass.STARTUP, FailureClass.USER, FailureClass.MEMORY, FailureClass.NUMERICS})
+_NEVER_BETTER: Final = frozenset({FailureClass.CODE, FailureClass.HARDWARE})
+"""Classes whose limits hold for every job; the others' are refilled by progress, and a job that does not tell of its steps would never get theirs back."""
+_OWN_TO_A_NODE: Final = frozenset({FailureClass.CODE, FailureClass.USER})
+"""Classes that may be a node's: it lacks a package or a mount that the others have."""
 _FAILED: Final = 1
 """Exit code of a job that failed, and that is all there is to say."""
 
@@ -33,7 +37,7 @@ def recover(state: State, failure: Failure, now: float) -> Decision:
     if failure.cls is FailureClass.MEMBERSHIP:
         return _after_loss(state, failure, now)
     cycles = barren(state.ledger, failure, state.progress)
-    if cycles >= state.settings.barren_cycles:
+    if state.tells_steps and cycles >= state.settings.barren_cycles:
         why = f"{cycles} failures in a row without a step beyond {state.progress.step}, the last: {failure.summary}"
         return _stop(failure, now, rule="no_progress", why=why, exit_code=EXIT_NO_PROGRESS, numbers={"cycles": cycles, "step": state.progress.step})
     if failure.cls is FailureClass.PREEMPTION:
@@ -42,8 +46,8 @@ def recover(state: State, failure: Failure, now: float) -> Decision:
         why = f"{failure.summary}, again after a return to a good state: that is the model or the data"
         return _stop(failure, now, rule="diverged_again", why=why, exit_code=EXIT_SAME_AGAIN, numbers={"step": state.progress.step})
     used, most = state.ledger.used(failure.cls, state.progress), limit(failure.cls, state.settings)
-    if most is not None and used >= most:
-        return _used_up(failure, now, used, most)
+    if most is not None and used >= most and (state.tells_steps or failure.cls in _NEVER_BETTER):
+        return _used_up(state, failure, now, used, most)
     if failure.cls is FailureClass.HARDWARE:
         return _without(state, failure, now, rule="hardware", used=used, charged=failure.cls)
     return _go_on(state, failure, now, rule=failure.cls.value, why=failure.summary, used=used, charged=failure.cls)
@@ -54,7 +58,10 @@ def _went_back(state: State, now: float) -> bool:
     return rolled_back(state.ledger, done, state.progress, state.settings, now)
 
 
-def _used_up(failure: Failure, now: float, used: int, most: int) -> Decision:
+def _used_up(state: State, failure: Failure, now: float, used: int, most: int) -> Decision:
+    if failure.cls in _OWN_TO_A_NODE and _only_there(state, failure):
+        why = f"{failure.summary}; the job has trained, and it fails so on no other node"
+        return _without(state, failure, now, rule="only_there", why=why, used=used, charged=failure.cls)
     again = failure.cls in _SAME_AGAIN
     remedy = "a restart would end the same way: change that first" if again else "its budget is used up until a checkpoint is further"
     tried = f" after {used} restart{'s' * (used != 1)}" if used else ""
@@ -66,6 +73,14 @@ def _used_up(failure: Failure, now: float, used: int, most: int) -> Decision:
         exit_code=EXIT_SAME_AGAIN if again else _FAILED,
         numbers={"used": used, "most": most},
     )
+
+
+def _only_there(state: State, failure: Failure) -> bool:
+    """Whether a job that has trained on others fails so on one node alone, which can be done without."""
+    if not failure.node or state.progress.step == 0 or state.settings.mode is not Mode.ACT:
+        return False
+    everywhere = state.ledger.crashes(failure.kind) > state.ledger.crashes(failure.kind, failure.node)
+    return not everywhere and guards.refuse_exclusion(state, failure.node, statistic=False) is None
 
 
 def _after_loss(state: State, failure: Failure, now: float) -> Decision:

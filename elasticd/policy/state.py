@@ -63,6 +63,7 @@ class State:
         failure: of the generation, if it has just failed; then only that is decided.
         incidents: those that are open, of whichever node.
         paused: nothing is done of free will.
+        tells_steps: the job says how far it is; a script that does not use `trainer` never does, and is not measured by it.
         dice: a random number from 0 to 1, drawn once for a failure.
     """
 
@@ -75,4 +76,5 @@ class State:
     incidents: tuple[Incident, ...] = ()
     failure: Failure | None = None
     paused: bool = False
+    tells_steps: bool = True
     dice: float = 0.0

@@ -7,13 +7,13 @@ node's workers.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
-from elasticd.errors import KVPermissionError
+from elasticd.errors import KVError, KVPermissionError, RecordError
 from elasticd.rendezvous import transitions
-from elasticd.rendezvous.membership import Activate, Decision, Drain, End, Memory, Propose, Timing, Wait, observe, plan
+from elasticd.rendezvous.membership import Activate, Decision, Drain, End, Judge, Memory, Propose, Timing, Wait, observe, plan
 from elasticd.rendezvous.sight import LOOK_EVERY
 from elasticd.rendezvous.view import Keyed, View
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elasticd.rendezvous.keys import JobKeys
-    from elasticd.rendezvous.records import MemberId, Record
+    from elasticd.rendezvous.records import EventRecord, MemberId, PolicyRecord, Record
     from elasticd.rendezvous.sight import Sight
 
 log = structlog.get_logger("elasticd.rendezvous")
@@ -32,17 +32,34 @@ OWN_WRITE_WITHIN: Final = 1.0
 """Seconds within which the watch is to bring this member's own write."""
 
 
+class Judging(Protocol):
+    """Whoever knows what a failure comes to."""
+
+    def __call__(self, view: View, at: float) -> tuple[PolicyRecord, EventRecord]:
+        """What to write about the active generation of `view`, all of whose members have reported.
+
+        Args:
+            at: seconds since the epoch.
+
+        Raises:
+            KVError: etcd does not answer, or refuses.
+            RecordError: what was done before cannot be read.
+        """
+
+
 class Coordinator:
     """See the module.
 
     Args:
         send: does one transaction and says whether its comparisons held.
+        judge: finds out what a generation failed of; None: nobody does, and `timing.judged` is not set.
     """
 
-    def __init__(self, keys: JobKeys, timing: Timing, send: Callable[[transitions.Txn], bool]) -> None:
+    def __init__(self, keys: JobKeys, timing: Timing, send: Callable[[transitions.Txn], bool], judge: Judging | None = None) -> None:
         self._keys = keys
         self._timing = timing
         self._send = send
+        self._judge = judge
         self._memory = Memory()
         self._seen = View(revision=0)
         self._forbidden: tuple[str, int] | None = None
@@ -78,7 +95,10 @@ class Coordinator:
         self._say(decision)
         if isinstance(decision, Wait):
             return decision.until if decision.until is not None else float("inf")
-        self._send(self._txn(sight.view, decision, me))
+        txn = self._judged(sight.view, decision) if isinstance(decision, Judge) else self._txn(sight.view, decision, me)
+        if txn is None:
+            return time.monotonic()
+        self._send(txn)
         # Done, or somebody wrote first. The watch would tell, but etcd serves one that has just begun only each 100 ms.
         sight.load()
         return time.monotonic()
@@ -97,6 +117,23 @@ class Coordinator:
         if isinstance(decision, Drain):
             return transitions.drain(self._keys, view)
         return transitions.end(self._keys, view, decision, at=time.time())
+
+    def _judged(self, view: View, decision: Judge) -> transitions.Txn | None:
+        """What the generation failed of, to be written. None if that cannot be found out: the job goes on without."""
+        try:
+            if self._judge is None:
+                raise NotImplementedError
+            record, event = self._judge(view, time.time())
+        except KVError:
+            raise  # as with any other read: it is tried again when etcd answers
+        except RecordError as error:
+            log.error("failure_not_judged", generation=decision.number, why=error.message, effect="restarted within the job's budget")  # noqa: TRY400
+        except Exception:
+            log.exception("failure_not_judged", generation=decision.number, effect="restarted within the job's budget")
+        else:
+            return transitions.judge(self._keys, view, record, event)
+        self._memory = self._memory.without_verdict(decision.number)
+        return None
 
     def _may_stand_in(self, decision: Decision) -> bool:
         now = time.monotonic()
@@ -120,6 +157,8 @@ class Coordinator:
                 self.why = f"activating {decision.proposal.number}"
             case Drain():
                 self.why = f"every worker of generation {decision.number} has stopped, and there are too few nodes to go on"
+            case Judge():
+                self.why = f"judging what generation {decision.number} failed of"
             case End():
                 self.why = f"ending: {decision.state.value}: {decision.reason}"
             case Wait():

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from elasticd.rendezvous.config import MemberConfig
+    from elasticd.rendezvous.coordinator import Judging
     from elasticd.rendezvous.records import CheckpointRecord, GenerationRecord, MemberId, MemberRecord, Outcome, SnapshotRef
 
 log = structlog.get_logger("elasticd.rendezvous")
@@ -53,12 +54,17 @@ class Member:
         kv: somebody else's client, who closes it; None: one of its own.
         attentive: the main thread promises to look at `directive` at least twice a TTL while its workers run, and to say `stopping` as soon as it
             stops them. If it does not, it hangs, and the lease is let go (PROTOCOL 6). torchrun's cannot promise that.
+        judge: finds out what a generation failed of, where the configuration's `timing.judged` is set (PROTOCOL 31).
+
+    Attributes:
+        left_out: why this member is to be in no further generation, and so is to leave; "" if it may be.
     """
 
-    def __init__(self, config: MemberConfig, *, kv: EtcdKV | None = None, attentive: bool = False) -> None:
+    def __init__(self, config: MemberConfig, *, kv: EtcdKV | None = None, attentive: bool = False, judge: Judging | None = None) -> None:
         self._config = config
         self._lent = kv
         self._attentive = attentive
+        self.left_out = ""
         self._keys = config.keys
         self._timing = config.timing
         self._wake = threading.Event()
@@ -70,7 +76,7 @@ class Member:
         self._peers: PeerMonitor | None = None
         self._sight: Sight | None = None
         self._own: OwnKey | None = None
-        self._coordinator = Coordinator(self._keys, self._timing, self._send)
+        self._coordinator = Coordinator(self._keys, self._timing, self._send, judge)
         self._dead: deque[MemberId] = deque()
         self._written = 0
         self._next_turn = float("inf")
@@ -446,6 +452,8 @@ class Member:
         returned = self._desk.returned_socket()
         if returned:
             self._mine.return_socket(returned)
+        if generation is not None and not self.left_out:
+            self.left_out = generation.without.get(self._mine.me.incarnation, "")
         local = self._desk.local(self._mine.me, floor=proposal.number if proposal else 0)
         directive = react(generation, proposal, local, over=view.over)
         match directive:

@@ -47,6 +47,7 @@ class Timing:
         drain_timeout: how long an agreed stop may take before it becomes a kill.
         ttl: the members' lease.
         frozen_max: how long workers may go on without etcd.
+        judged: whether a generation that failed is judged before the next one begins (PROTOCOL 31).
     """
 
     settle: float = 1.0
@@ -55,6 +56,7 @@ class Timing:
     drain_timeout: float = 60.0
     ttl: float = 10.0
     frozen_max: float = 600.0
+    judged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,8 @@ class Memory:
         orphaned_since: when it was first seen that nobody of the last generation is left who trains it, or who may be waited for; None while one is.
         failed_since: when a failure in the active generation was first seen; None while there is none.
         no_loss_before: a loss is not believed before this (an etcd outage lets many leases lapse at once; PROTOCOL 4).
+        judged_at: when the last verdict was first seen.
+        unjudged: the last generation that could not be judged: it is gone on from without.
     """
 
     changed_at: float = 0.0
@@ -76,10 +80,16 @@ class Memory:
     orphaned_since: float | None = None
     failed_since: float | None = None
     no_loss_before: float = 0.0
+    judged_at: float = 0.0
+    unjudged: int = 0
 
     def blinded_until(self, moment: float) -> Memory:
         """The same, believing no loss before `moment`."""
         return replace(self, no_loss_before=moment)
+
+    def without_verdict(self, number: int) -> Memory:
+        """The same, after generation `number` could not be judged."""
+        return replace(self, unjudged=number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +125,8 @@ class Activate:
     resume: ResumePoint | None = None
     fell_back: CheckpointRecord | None = None
     void: tuple[Void, ...] = ()
+    cause: Cause
+    without: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +152,14 @@ class Drain:
     number: int
 
 
-Decision = Wait | Propose | Activate | Drain | End
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judge:
+    """Find out what generation `number` failed of, and write down what is done about it: all of its members here have reported."""
+
+    number: int
+
+
+Decision = Wait | Propose | Activate | Drain | End | Judge
 
 
 # --- who may train ---------------------------------------------------------------------------------------------------
@@ -163,7 +182,8 @@ def candidates(view: View, marks: Mapping[str, int]) -> list[Keyed[MemberRecord]
     order: dict[MemberId, int] = {}
     if view.generation:
         order = {identity: rank for rank, identity in enumerate(view.generation.record.ids)}
-    able = [keyed for keyed in view.members.values() if not keyed.record.leaving and keyed.record.id.incarnation not in marks]
+    out = {*marks, *view.left_out}
+    able = [keyed for keyed in view.members.values() if not keyed.record.leaving and keyed.record.id.incarnation not in out]
     return sorted(able, key=lambda keyed: (order.get(keyed.record.id, len(order)), keyed.create_revision))
 
 
@@ -377,14 +397,48 @@ def _plan_failed(view: View, target: TargetRecord, what: Fate, marks: Mapping[st
     """
     first = min(what.failed, key=lambda keyed: keyed.mod_revision)
     detail = first.record.outcome.detail if first.record.outcome else ""
-    if view.restarts_used >= target.max_restarts:
+    left = view.restarts_used < target.max_restarts
+    if not left and not _judges(view, memory, timing):
         due = (now if memory.failed_since is None else memory.failed_since) + timing.ttl
         if what.running and now < due:
             return Wait(why="a worker failed and the restart budget is used up, unless a node was lost", until=due)
-        reason = f"restart budget used up ({view.restarts_used} of {target.max_restarts}); last failure on {first.record.id.node}: {detail}"
-        return End(state=GenerationState.FAILED, reason=reason, drained=not what.running)
+        return _end_used_up(view, target, what)
     cause = Cause(kind=CauseKind.WORKER_FAILED, nodes=(first.record.id.node,), detail=detail)
-    return _propose(view, target, Mode.KILL, cause, marks, charge=1)
+    return _propose(view, target, Mode.KILL, cause, marks, charge=1 if left else 0)
+
+
+def _end_used_up(view: View, target: TargetRecord, what: Fate) -> End:
+    first = min(what.failed, key=lambda keyed: keyed.mod_revision)
+    detail = first.record.outcome.detail if first.record.outcome else ""
+    reason = f"restart budget used up ({view.restarts_used} of {target.max_restarts}); last failure on {first.record.id.node}: {detail}"
+    return End(state=GenerationState.FAILED, reason=reason, drained=not what.running)
+
+
+def _judges(view: View, memory: Memory, timing: Timing) -> bool:
+    """Whether the active generation is judged if it fails, or has been."""
+    return timing.judged and view.active is not None and memory.unjudged != view.active.number
+
+
+def used_up(view: View) -> bool:
+    """Whether a failure that is answered now was no longer covered by the job's budget: it was proposed without a charge."""
+    pending = view.pending.record if view.pending else None
+    most = view.target.record.max_restarts if view.target else 0
+    return pending is not None and pending.cause.kind is CauseKind.WORKER_FAILED and not pending.counted and view.restarts_used >= most
+
+
+def _plan_verdict(view: View, target: TargetRecord, what: Fate, now: float, memory: Memory, timing: Timing) -> Decision | None:
+    """What a failure comes to before the next generation begins (PROTOCOL 31); None if nothing stands against that."""
+    if not timing.judged or not (what.failed or what.lost) or view.active is None:
+        return None
+    verdict = view.verdict
+    if verdict is None and _judges(view, memory, timing):
+        return Judge(number=view.active.number)
+    if verdict is None:
+        return _end_used_up(view, target, what) if used_up(view) and what.failed else None
+    if verdict.stop:
+        return End(state=GenerationState.FAILED, reason=verdict.stop, drained=not what.running and not what.lost, code=verdict.code)
+    due = memory.judged_at + verdict.delay
+    return Wait(why=f"{verdict.root}; the workers start again in a moment", until=due) if now < due else None
 
 
 def _plan_size(view: View, target: TargetRecord, marks: Mapping[str, int], now: float, memory: Memory, timing: Timing) -> Decision:
@@ -435,6 +489,9 @@ def _plan_pending(view: View, proposal: ProposalRecord, target: TargetRecord, no
     late = _late(view, proposal, marks)
     if late:
         return _plan_late(view, proposal, target, late, now, memory, timing)
+    judged = _plan_verdict(view, target, what, now, memory, timing)
+    if judged is not None:
+        return judged
     if len(proposal.members) < target.min_nodes:
         wanted = choose(view, target, marks)
         if len(wanted) >= target.min_nodes:
@@ -538,6 +595,7 @@ def _resume(view: View, members: Sequence[MemberId], mode: Mode) -> Choice:
 def _activate(view: View, proposal: ProposalRecord, choice: Choice) -> Activate:
     records = [view.present[identity].record for identity in proposal.members]
     previous = view.generation.record if view.generation else None
+    here = {record.id.incarnation for record in (keyed.record for keyed in view.members.values())}
     return Activate(
         proposal=proposal,
         members=tuple(GenerationMember(id=record.id, address=record.address, slots=record.slots, probe_port=record.probe_port) for record in records),
@@ -546,7 +604,15 @@ def _activate(view: View, proposal: ProposalRecord, choice: Choice) -> Activate:
         resume=choice.resume,
         fell_back=choice.fell_back,
         void=voids(view),
+        cause=_cause(view, proposal),
+        without={incarnation: why for incarnation, why in view.left_out.items() if incarnation in here},
     )
+
+
+def _cause(view: View, proposal: ProposalRecord) -> Cause:
+    """Why the next generation begins: what the last one failed of, if that was judged, and not what was heard of it first."""
+    verdict = view.verdict
+    return proposal.cause.model_copy(update={"detail": verdict.root}) if verdict and proposal.cause.kind is CauseKind.WORKER_FAILED else proposal.cause
 
 
 def observe(memory: Memory, before: View, after: View, now: float, timing: Timing) -> Memory:
@@ -568,6 +634,7 @@ def observe(memory: Memory, before: View, after: View, now: float, timing: Timin
         proposal_seen_at=seen,
         orphaned_since=_orphaned_since(memory, before, after, now),
         failed_since=failed,
+        judged_at=now if after.verdict and not before.verdict else memory.judged_at,
     )
 
 

@@ -41,6 +41,12 @@ ACKS_MAX: Final = 64
 """Most incidents of which it is remembered that an operator knows them."""
 INCIDENTS_MAX: Final = 8
 """Most incidents that one node tells of for one job."""
+ENDS_MAX: Final = 4
+"""Most ends of workers that a member tells of: the first ones."""
+ERROR_MAX: Final = 500
+"""Longest error of a worker that is told, in characters."""
+LEFT_OUT_MAX: Final = 64
+"""Most agents that are remembered as left out."""
 
 
 class Record(BaseModel):
@@ -86,12 +92,36 @@ class Result(StrEnum):
     FAILED = "failed"  # one ended otherwise, by itself
 
 
+class WorkerExit(Part):
+    """How one worker ended, before anybody stopped it.
+
+    Attributes:
+        code: exit code as subprocess gives it, -9 for SIGKILL.
+        exception: first line of the error that it left, "" if it left none.
+        message: that error's last line, where there is another one.
+        at: when its agent saw it, seconds since the epoch.
+    """
+
+    rank: Number
+    code: Annotated[int, Field(ge=-1024, le=1024)]
+    exception: Annotated[str, Field(max_length=ERROR_MAX)] = ""
+    message: Annotated[str, Field(max_length=ERROR_MAX)] = ""
+    at: float = 0.0
+
+
 class Outcome(Part):
-    """How a member's workers ended, and in which generation. `detail` names the first failing rank and its error."""
+    """How a member's workers ended, and in which generation. `detail` names the first failing rank and its error.
+
+    Attributes:
+        ends: of its workers, those that nobody stopped.
+        step: how far they had come; None if they do not tell.
+    """
 
     generation: Number
     result: Result
     detail: Text = ""
+    ends: Annotated[tuple[WorkerExit, ...], Field(max_length=ENDS_MAX)] = ()
+    step: Number | None = None
 
 
 class SnapshotRef(Part):
@@ -248,6 +278,7 @@ class GenerationRecord(Record):
         resume: the state that all begin with; None is the very beginning.
         void: states that no generation begins with, this one and later ones, the oldest first.
         code: exit code of a job that failed, where there is one of its own; 0: the usual one.
+        without: incarnation -> why, of agents that are to be in none (PROTOCOL 31).
     """
 
     number: Annotated[int, Field(ge=1, lt=2**53)]
@@ -264,6 +295,7 @@ class GenerationRecord(Record):
     resume: ResumePoint | None = None
     void: Annotated[tuple[Void, ...], Field(max_length=VOID_MAX)] = ()
     code: Annotated[int, Field(ge=0, le=255)] = 0
+    without: Annotated[dict[str, Text], Field(max_length=LEFT_OUT_MAX)] = {}
 
     @cached_property
     def ids(self) -> tuple[MemberId, ...]:
@@ -396,6 +428,28 @@ class RequestRecord(Record):
     code: Annotated[int, Field(ge=0, le=255)] = 0
 
 
+class Verdict(Part):
+    """What a generation failed of, and what is done about it: each is judged once, by whoever coordinates (PROTOCOL 31).
+
+    Attributes:
+        generation: that failed, or lost a member.
+        root: one line: rank, node and error of what came first.
+        delay: seconds for which no workers are started.
+        stop: why the job is to end; "" if it goes on.
+        code: its exit code then, 0 for the usual one.
+        without: incarnation -> why, of agents that are to be in no further generation.
+        void: states that are not begun with.
+    """
+
+    generation: Number
+    root: Text
+    delay: Annotated[float, Field(ge=0, le=86_400)] = 0.0
+    stop: Text = ""
+    code: Annotated[int, Field(ge=0, le=255)] = 0
+    without: Annotated[dict[str, Text], Field(max_length=LEFT_OUT_MAX)] = {}
+    void: Void | None = None
+
+
 class PolicyRecord(Record):
     """`policy`: what was done about failures and incidents, and what may be done yet. Whoever acts writes it in the same transaction.
 
@@ -404,12 +458,14 @@ class PolicyRecord(Record):
         decisions: the last ones, the oldest first, as `elasticd.policy.decisions.Decision.as_dict` has them.
         hold: the generation whose states must not be committed as checkpoints: its state may be bad; None if there is none.
         acks: incidents of which an operator said that he knows: id -> who, when and why, in one line.
+        verdict: on the last generation that failed.
     """
 
     ledger: dict[str, JsonValue]
     decisions: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=DECISIONS_MAX)] = ()
     hold: Number | None = None
     acks: Annotated[dict[str, Text], Field(max_length=ACKS_MAX)] = {}
+    verdict: Verdict | None = None
 
 
 class IncidentsRecord(Record):

@@ -26,7 +26,7 @@ def is_void(order: tuple[int, int], void: Iterable[Void]) -> bool:
 
 
 def voids(view: View) -> tuple[Void, ...]:
-    """What is void for the generation that comes next: as before, and what is asked to be rolled back now.
+    """What is void for the generation that comes next: as before, and what is asked to be rolled back now, or was judged to be bad.
 
     A stretch is forgotten once a checkpoint of a later generation is committed: nothing older than that is begun with.
     """
@@ -39,6 +39,8 @@ def voids(view: View) -> tuple[Void, ...]:
     if asked is not None:
         step = asked.before or 0
         kept.append(Void(generation=previous.number, step=step, until=max(step, asked.until or 0), skip=asked.skip_data))
+    elif view.verdict is not None and view.verdict.void is not None:
+        kept.append(view.verdict.void)
     return tuple(kept[-VOID_MAX:])
 
 

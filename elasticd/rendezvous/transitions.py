@@ -21,6 +21,7 @@ from elasticd.rendezvous.records import (
     GenerationRecord,
     MemberId,
     MemberRecord,
+    PolicyRecord,
     ProposalRecord,
     Record,
     RequestRecord,
@@ -144,7 +145,7 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
     record = GenerationRecord(
         scope=keys.scope,
         number=decision.proposal.number,
-        cause=decision.proposal.cause,
+        cause=decision.cause,
         members=decision.members,
         store=decision.store,
         restarts=decision.restarts,
@@ -153,6 +154,7 @@ def activate(keys: JobKeys, view: View, decision: Activate, me: MemberId, *, fro
         not_ready=decision.proposal.not_ready,
         resume=decision.resume,
         void=decision.void,
+        without=dict(decision.without),
     )
     own = view.members.get(me.node)
     compares = (
@@ -208,6 +210,17 @@ def end(keys: JobKeys, view: View, decision: End, *, at: float) -> Txn:
         (unchanged(keys.generation, generation), unchanged(keys.target, view.target)),
         (Put(key=keys.generation, value=record.to_bytes()), Put(key=keys.event(event.number, event.what), value=event.to_bytes())),
     )
+
+
+def judge(keys: JobKeys, view: View, record: PolicyRecord, event: EventRecord) -> Txn:
+    """Put down what a generation failed of, once: as long as nobody else did, and neither the proposal nor what is wanted has changed."""
+    compares = (
+        unchanged(keys.policy, view.policy, view),
+        unchanged(keys.generation, view.generation),
+        unchanged(keys.proposal, view.proposal),
+        unchanged(keys.target, view.target),
+    )
+    return Txn(compares, (Put(key=keys.policy, value=record.to_bytes()), Put(key=keys.event(event.number, event.what), value=event.to_bytes())))
 
 
 def repair(key: str, record: Record, seen: int, lease: int = 0) -> Txn:

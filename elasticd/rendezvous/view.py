@@ -30,6 +30,7 @@ from elasticd.rendezvous.records import (
     RequestKind,
     RequestRecord,
     TargetRecord,
+    Verdict,
     parse,
 )
 
@@ -120,6 +121,18 @@ class View:
         """What is asked of the generation that trains; what was asked of an earlier one is void."""
         request = self.requests.get(kind)
         return request if request and self.active and request.generation == self.active.number else None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """On the active generation, if it has been judged."""
+        verdict = self.policy.record.verdict if self.policy else None
+        return verdict if verdict and self.active and verdict.generation == self.active.number else None
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Incarnation -> why, of agents that are to be in no further generation."""
+        before = self.generation.record.without if self.generation else {}
+        return {**before, **self.verdict.without} if self.verdict else before
 
     @property
     def restarts_used(self) -> int:

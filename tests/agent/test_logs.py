@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from elasticd.agent.logs import ERROR_FILE_LIMIT, EXCEPTION_LIMIT, MESSAGE_LIMIT, GenerationLogs, WorkerError, describe_exit, read_error, safe_name
+from elasticd.agent.logs import (
+    ERROR_FILE_LIMIT,
+    EXCEPTION_LIMIT,
+    MESSAGE_LIMIT,
+    GenerationLogs,
+    WorkerError,
+    describe_exit,
+    read_error,
+    read_traceback,
+    safe_name,
+)
 from elasticd.errors import UsageError
 
 pytestmark = pytest.mark.timeout(30)
@@ -243,3 +253,57 @@ def test_timestamp_is_a_time_or_none(tmp_path: Path, given: object, read: float 
 def test_exit_code_is_described_in_words(code: int, words: str) -> None:
     """A signal by its name, if it has one."""
     assert describe_exit(code) == words
+
+
+# --- what Python prints ---------------------------------------------------------------------------------------------------
+
+STACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    step()\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "exception"),
+    [
+        (STACK + "ValueError: no such layer\n", "ValueError: no such layer"),
+        (STACK + "torch.OutOfMemoryError: CUDA out of memory\n", "torch.OutOfMemoryError: CUDA out of memory"),
+        (
+            STACK + "KeyError: 1\n\nDuring handling of the above exception, another exception occurred:\n\n" + STACK + "OSError: [Errno 5]\n",
+            "OSError: [Errno 5]",
+        ),
+        (STACK + "AssertionError\n", "AssertionError"),
+        ("".join(f"[rank1]: {line}\n" for line in (STACK + "ValueError: no such layer").splitlines()), "ValueError: no such layer"),
+        (STACK + "ValueError: two\nlines of it\n", "ValueError: two"),
+        (STACK + "ValueError: first\nsome library says good bye\n", "ValueError: first"),
+        ('  File "train.py", line 1\n    def\n       ^\nSyntaxError: invalid syntax\n', "SyntaxError: invalid syntax"),
+    ],
+)
+def test_the_last_exception_on_standard_error_is_found(tmp_path: Path, text: str, exception: str) -> None:
+    path = tmp_path / "stderr.log"
+    path.write_text("warming up: done\n" * 10_000 + text)
+    read = read_traceback(path)
+    assert read is not None
+    assert read.exception == exception
+
+
+@pytest.mark.parametrize("text", ["", "ValueError: only said so\n", "Traceback (most recent call last):\n", "\x00\xff" * 50_000, STACK])
+def test_where_there_is_no_exception_none_is_made_up(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "stderr.log"
+    path.write_bytes(text.encode("latin-1"))
+    assert read_traceback(path) is None
+
+
+def test_a_traceback_is_made_harmless_and_short(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    path.write_bytes(STACK.encode() + b"ValueError: \x1b[31m\xff" + b"x" * 50_000 + b"\n")
+    read = read_traceback(path)
+    assert read is not None
+    assert len(read.exception) <= EXCEPTION_LIMIT
+    assert len(read.message) <= MESSAGE_LIMIT
+    assert "\x1b" not in read.message
+
+
+def test_a_pipe_or_a_link_in_the_place_of_standard_error_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(STACK + "ValueError: secret\n")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "none"):
+        assert read_traceback(tmp_path / name) is None

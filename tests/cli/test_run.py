@@ -224,15 +224,93 @@ def test_a_run_succeeds_and_is_seen_by_status_while_it_lasts(start: Start, tmp_p
 def test_a_failing_script_fails_the_run_and_the_root_cause_is_told(start: Start, tmp_path: Path) -> None:
     run = start("run", "--nodes", "2", "--max-restarts", "0", "--lease-ttl", "2", "--summary", "summary.json", "--", "failing.py")
     assert run.wait() == 1, run.stderr
-    assert re.search(r"worker failed: rank 1 on node-\d: exit code 1\n", run.stderr)
-    tail = re.split(r"\d failed: rank 1 on node-", run.stderr)[1]
-    assert "exit code 1; log " in tail.splitlines()[0]
+    assert re.search(r"worker failed: rank 1 on node-\d: exit code 1: ValueError: no such layer\n", run.stderr)
+    tail = re.split(r"\d failed: restart budget used up \(0 of 0\); rank 1 on node-", run.stderr)[1]
+    assert re.match(r"\d: ValueError: no such layer; log \S+ \(1 generation, 0 restarts", tail)
     assert tail.splitlines()[-1].endswith("  | ValueError: no such layer")
     assert Path(re.findall(r"; log (\S+stderr.log)", tail)[0]).read_text().endswith("ValueError: no such layer\n")
     assert summary_of(tmp_path)["result"] == "failed"
     run.assert_nothing_left()
     # A made-up job name will never be taken again: neither will its locks.
     assert list((tmp_path / "elasticd").glob("*.lock")) == []
+
+
+LACKING = """
+import sys
+print("begins", flush=True)
+import a_package_that_nobody_has
+"""
+BARREN = """
+import os, signal
+import torch, torch.distributed as dist
+import trainer
+dist.init_process_group("gloo")
+run = trainer.join()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.register(model=model, optimizer=optimizer)
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+"""
+ECHO = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("sample 17 is empty")
+dist.all_reduce(torch.zeros(1))
+"""
+
+
+def test_an_import_error_ends_the_job_at_once_though_restarts_are_left(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "lacking.py").write_text(LACKING)
+    run = start("run", "--nodes", "2", "--summary", "summary.json", "--", "lacking.py")
+    assert run.wait() == 11, run.stderr
+    summary = summary_of(tmp_path)
+    assert (summary["result"], len(summary["generations"])) == ("failed", 1)
+    said = r"rank \d on node-\d: ModuleNotFoundError: No module named 'a_package_that_nobody_has'; a restart would end the same way"
+    assert re.search(said, summary["reason"])
+
+
+def test_the_same_import_error_is_tried_again_where_the_policy_says_so(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "lacking.py").write_text(LACKING)
+    run = start("run", "--policy", "code_restarts=2", "--policy", "backoff_first_s=0", "--summary", "summary.json", "--", "lacking.py")
+    assert run.wait() == 11, run.stderr
+    assert len(summary_of(tmp_path)["generations"]) == 3
+
+
+def test_workers_that_die_before_any_step_end_the_job_after_three(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "barren.py").write_text(BARREN)
+    run = start("run", "--nodes", "2", "--max-restarts", "50", "--lease-ttl", "2", "--summary", "summary.json", "--", "barren.py")
+    assert run.wait() == 10, run.stderr
+    summary = summary_of(tmp_path)
+    assert len(summary["generations"]) == 3
+    assert re.search(r"3 failures in a row without a step beyond 0, the last: rank 1 on node-\d: killed by SIGKILL", summary["reason"])
+
+
+def test_the_first_failing_rank_is_named_and_not_who_hears_of_it(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(ECHO)
+    run = start("run", "--nodes", "2", "--max-restarts", "1", "--lease-ttl", "2", "--summary", "summary.json", "--", "echo.py")
+    assert run.wait() == 1, run.stderr
+    summary = summary_of(tmp_path)
+    assert re.fullmatch(r"restart budget used up \(1 of 1\); rank 1 on node-\d: ValueError: sample 17 is empty", summary["reason"])
+    assert summary["restarts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("unknown_restart=1", "setting 'unknown_restart' is not known"),
+        ("mode=on", "setting mode: 'on' is not one of shadow, advise, act"),
+        ("user_restarts", "--policy user_restarts: not of the form NAME=VALUE"),
+    ],
+)
+def test_a_setting_of_the_policy_that_cannot_be_is_refused(start: Start, setting: str, said: str) -> None:
+    run = start("run", "--policy", setting, "--", "steps.py", "1")
+    assert run.wait() == 2
+    assert said in run.stderr
 
 
 @pytest.mark.parametrize(("number", "code", "nodes"), [(signal.SIGINT, 130, "2"), (signal.SIGTERM, 143, "1"), (signal.SIGHUP, 129, "1")])

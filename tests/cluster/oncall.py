@@ -12,13 +12,14 @@ import re
 import shlex
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.cluster.places import ROOT
+from tests.cluster.etcd import etcdctl
+from tests.cluster.places import MOVES, ROOT, placed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from tests.cluster.hosts import Host
 
@@ -29,7 +30,7 @@ _ENTER = """\
 pid=$(cat '{folder}/pids/'"$host")
 [ -d /proc/"$pid" ] || {{ echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; }}
 enter="nsenter -t $pid -m -p -i -u -n -C -r -w -- setpriv --pdeathsig KILL --"
-environ="env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 TERM=dumb"
+environ="env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{tools} LANG=C.UTF-8 TERM=dumb"
 """
 _SSH = '#!/bin/sh\nhost=$1; shift\n{enter}exec $enter $environ HOME=/root USER=root bash -c "$*" </dev/null\n'
 _CTL = '#!/bin/sh\nhost={host}\n{enter}exec $enter runuser -u {user} -- $environ HOME=/ USER={user} elasticctl "$@"\n'
@@ -48,6 +49,11 @@ class Typed:
 
     def __str__(self) -> str:
         return f"$ {self.line}\n[{self.code}]\n{self.out}{self.err}"
+
+
+def tools() -> Path:
+    """Where etcdctl is: where etcd runs, its package has it on the PATH."""
+    return Path(etcdctl() or "/nowhere").parent
 
 
 def commands(alert: str) -> list[str]:
@@ -86,10 +92,12 @@ class OnCall:
         self._hosts = list(hosts)
         self._names = dict(names)
         login = self._hosts[0]
-        for part in ("bin", "pids", "home/.config/amtool"):
+        for part in ("bin", "pids"):
             (folder / part).mkdir(parents=True, exist_ok=True)
-        enter = _ENTER.format(folder=folder)
-        (folder / "home/.config/amtool/config.yml").write_text(f"alertmanager.url: http://{alertmanager}\n")
+        for place in ("home/.config/amtool/config.yml", "home/.config/prometheus/amtool.yml"):  # upstream's amtool, and Debian's
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            (folder / place).write_text(f"alertmanager.url: http://{alertmanager}\n")
+        enter = _ENTER.format(folder=folder, tools=placed(tools(), MOVES))
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts))
         for name, text in (("ssh", _SSH.format(enter=enter)), ("elasticctl", _CTL.format(enter=enter, host=login.name, user=USER))):
             path = folder / "bin" / name
@@ -105,7 +113,7 @@ class OnCall:
                 note.write_text(str(host.pid) if host.on else "off")
         told = filled(line, {**self._names, **names})
         environment = {
-            "PATH": f"{self._folder}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PATH": f"{self._folder}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{tools()}",
             "HOME": str(self._folder / "home"),
             "LANG": "C.UTF-8",
             "TERM": "dumb",

@@ -374,7 +374,7 @@ def test_a_script_that_fails_until_its_restarts_are_used_up(run: Rehearsal) -> N
     said = run.follows("ElasticdRestartBudgetLow")
     assert "1/1 used" in said
     run.fires("ElasticdJobFailed")
-    rank = re.search(r"last failure on n1: rank (\d)", run.follows("ElasticdJobFailed"))
+    rank = re.search(r"rank (\d) on n1: RuntimeError", run.follows("ElasticdJobFailed"))
     assert rank
     assert "RuntimeError: the script was told to fail" in run.follows("ElasticdJobFailed", R=rank[1])
     run.hush()

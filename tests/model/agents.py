@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticd.agent.commit import last_rank, writes
 from elasticd.rendezvous import transitions
-from elasticd.rendezvous.membership import Activate, Decision, Drain, Leave, Local, Memory, Propose, Report, Start, Stay, Stop, Wait
+from elasticd.rendezvous.membership import Activate, Decision, Drain, Judge, Leave, Local, Memory, Propose, Report, Start, Stay, Stop, Wait
 from elasticd.rendezvous.records import (
     CauseKind,
     CheckpointRecord,
@@ -416,6 +416,8 @@ class Agent:
         view = self.view
         generation = view.generation.record if view.generation else None
         proposal = view.proposal.record if view.proposal else None
+        if generation and self.id.incarnation in generation.without and not self.leaving:
+            self.later("main", 0.2 * self.rng.random(), self._ask_to_leave)
         local = Local(id=self.id, running=self.running, floor=proposal.number if proposal else 0, stopped=self.stopped)
         directive = self.rules.react(generation, proposal, local, over=view.over)
         if isinstance(directive, Start):
@@ -506,6 +508,8 @@ class Agent:
             return self.rules.activate(KEYS, self.view, decision, self.id, frozen_max=self.timing.frozen_max, at=0.0)
         if isinstance(decision, Drain):
             return transitions.drain(KEYS, self.view)
+        if isinstance(decision, Judge):
+            return self.rules.judge(KEYS, self.view, *self.world.judge(self.view))
         return transitions.end(KEYS, self.view, decision, at=0.0)
 
     def _may_stand_in(self, decision: Decision) -> bool:

@@ -8,8 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from elasticd.rendezvous.membership import candidates, not_ready_marks, without_unreachable
-from elasticd.rendezvous.records import CauseKind, GenerationRecord, GenerationState, MemberId, MemberRecord, Mode, ProposalRecord, Result
+from elasticd.rendezvous.membership import candidates, fate, not_ready_marks, without_unreachable
+from elasticd.rendezvous.records import (
+    CauseKind,
+    GenerationRecord,
+    GenerationState,
+    MemberId,
+    MemberRecord,
+    Mode,
+    PolicyRecord,
+    ProposalRecord,
+    Result,
+)
 from elasticd.rendezvous.view import View
 
 if TYPE_CHECKING:
@@ -40,6 +50,7 @@ class Checker:
         self.proposed_at: dict[int, float] = {}
         self.started: set[tuple[str, int]] = set()
         self.gone_at: dict[str, float] = {}
+        self.judged_at: dict[int, float] = {}
 
     # --- after each write
 
@@ -52,6 +63,8 @@ class Checker:
             self._proposed(before, after, after.proposal.record)
         if after.checkpoint is not before.checkpoint and after.checkpoint:
             self._committed(before, after)
+        if after.policy is not before.policy and after.policy:
+            self._judged(before, after.policy.record)
         if after.generation is not before.generation and after.generation:
             self._generation(before, after, after.generation.record)
         for node, keyed in after.members.items():
@@ -127,6 +140,37 @@ class Checker:
         self._resumes(before, after, record)
         if last:
             self._after(before, last, record)
+            if not last.ended:
+                self._follows_the_verdict(before, last, record)
+
+    def _judged(self, before: View, record: PolicyRecord) -> None:
+        """Each failure once, by whoever was the first, and none is forgotten (PROTOCOL 31)."""
+        assert record.verdict
+        if before.policy and before.policy.record.verdict and before.policy.record.verdict.generation >= record.verdict.generation:
+            raise ViolationError("judged_twice", f"generation {record.verdict.generation}")
+        if record.ledger["judged"] != len(self.judged_at) + 1:
+            raise ViolationError("judged_twice", f"{record.ledger} after {len(self.judged_at)} verdicts")
+        if before.active is None or before.active.number != record.verdict.generation or not (fate(before).failed or fate(before).lost):
+            raise ViolationError("judged_wrongly", f"generation {record.verdict.generation} has not failed")
+        self.judged_at[record.verdict.generation] = self.world.now
+
+    def _follows_the_verdict(self, before: View, last: GenerationRecord, record: GenerationRecord) -> None:
+        """Whoever activates has seen each report, if not each loss."""
+        if not self.world.timing.judged:
+            return
+        verdict = before.policy.record.verdict if before.policy else None
+        judged = verdict is not None and verdict.generation == last.number
+        if not judged and any(self._said(keyed.record, last.number, Result.FAILED) for keyed in before.members.values() if keyed.record.id in last.ids):
+            raise ViolationError("not_judged", f"generation {record.number} begins, and {last.number} failed")
+        if verdict is not None and judged:
+            if verdict.stop:
+                raise ViolationError("not_judged", f"generation {record.number} begins, and the job was to end: {verdict.stop}")
+            if self.world.now < self.judged_at[last.number] + verdict.delay - 1e-6:
+                raise ViolationError("not_judged", f"generation {record.number} begins before its delay is over")
+        out = {*last.without, *(verdict.without if verdict and judged else ())}
+        inside = [str(identity) for identity in record.ids if identity.incarnation in out]
+        if inside:
+            raise ViolationError("left_out_is_in", f"generation {record.number} has {inside}")
 
     def _alike(self, before: View, record: GenerationRecord) -> None:
         codes = {keyed.record.fingerprint["code"] for identity in record.ids if (keyed := before.present.get(identity))}

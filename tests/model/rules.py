@@ -22,6 +22,7 @@ class Rules:
     register: Callable[..., Any] = transitions.register
     activate: Callable[..., Any] = transitions.activate
     commit: Callable[..., Any] = transitions.commit
+    judge: Callable[..., Any] = transitions.judge
     fresh_identity: bool = True  # 1: an agent process is a member of its own
     reattach: bool = True  # 4
     blind_after_outage: bool = True  # 4

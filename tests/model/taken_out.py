@@ -224,6 +224,27 @@ def plan_says_nothing(view: View, now: float, memory: Memory, timing: Timing) ->
     return replace(decision, fell_back=None) if isinstance(decision, Activate) else decision
 
 
+def judge_without_looking(*args: Any) -> Txn:
+    """31: whoever judges later does it again."""
+    return _without(transitions.judge(*args), lambda compare: compare.key == args[0].policy)
+
+
+def plan_judges_nothing(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
+    """31: the next generation begins as if nothing had been found out."""
+    return membership.plan(view, now, memory, replace(timing, judged=False))
+
+
+def plan_takes_in_everybody(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
+    """31: who is left out is taken in again."""
+    if view.generation is None:
+        return membership.plan(view, now, memory, timing)
+    bare = replace(view.generation, record=view.generation.record.model_copy(update={"without": {}}))
+    policy = view.policy
+    if policy and policy.record.verdict:
+        policy = replace(policy, record=policy.record.model_copy(update={"verdict": policy.record.verdict.model_copy(update={"without": {}})}))
+    return membership.plan(replace(view, generation=bare, policy=policy), now, memory, timing)
+
+
 def plan_mixes(view: View, now: float, memory: Memory, timing: Timing) -> Decision:
     """28: whatever code a node has, it may train."""
     blank = {name: replace(keyed, record=keyed.record.model_copy(update={"fingerprint": {}})) for name, keyed in view.members.items()}
@@ -323,4 +344,10 @@ TAKEN_OUT: tuple[TakenOut, ...] = (
              mix=_mix({"slow": 2, "second": 1}, count=(2, 4)), kinds=_kinds("commit_falls")),
     TakenOut(number="12, 23 checkpoint", name="activate without the checkpoint compare", rules=Rules(activate=activate_without_checkpoint),
              mix=_mix({"slow": 2, "crash": 2, "second": 1, "fail": 1}, together=0.7, count=(3, 6)), kinds=_kinds("resume_behind_commit"), within=6000),
+    TakenOut(number="31, once", name="who judges does not look whether somebody has", rules=Rules(judge=judge_without_looking),
+             mix=_mix({"slow": 2, "second": 2, "fail": 3}, together=0.7, count=(3, 6), minimum=1), kinds=_kinds("judged_twice")),
+    TakenOut(number="31, before", name="the next generation does not wait for the verdict", rules=Rules(plan=plan_judges_nothing),
+             mix=_mix({"fail": 1}, count=(1, 3), minimum=1), kinds=_kinds("not_judged")),
+    TakenOut(number="31, left out", name="who is left out is taken in again", rules=Rules(plan=plan_takes_in_everybody),
+             mix=_mix({"fail": 3}, count=(2, 4), nodes=(3, 4), minimum=1), kinds=_kinds("left_out_is_in")),
 )  # fmt: skip

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from elasticd.rendezvous.keys import JobKeys
-from elasticd.rendezvous.membership import Timing
-from elasticd.rendezvous.records import GenerationRecord, MemberId, SnapshotRef, TargetRecord
+from elasticd.rendezvous.membership import Timing, candidates, fate, not_ready_marks, used_up
+from elasticd.rendezvous.records import EventRecord, GenerationRecord, MemberId, PolicyRecord, SnapshotRef, TargetRecord, Verdict
 from tests.model.check import Checker
 from tests.model.rules import Rules
 from tests.model.store import VirtualEtcd
 
 if TYPE_CHECKING:
+    from elasticd.rendezvous.view import View
     from tests.model.agents import Agent
 
 KEYS = JobKeys("cluster", "job")
@@ -87,7 +88,7 @@ class World:
         self.storage: dict[str, SnapshotRef] = {}
         self.disks_lost: set[str] = set()
         self.rng = Random(seed * 7919 + 17)
-        self.timing = TIMING
+        self.timing = replace(TIMING, judged=seed % 3 == 0)
         self.target = target
         self.total = total
         self.rules = rules
@@ -118,6 +119,27 @@ class World:
         self.check = Checker(self)
         self.store = VirtualEtcd(KEYS, self._changed)
         self.at(STORE_TICK, self._tick)
+
+    # --- judging
+
+    def judge(self, view: View) -> tuple[PolicyRecord, EventRecord]:
+        """In the place of the policy: the job's restarts in all, now and then a delay, and a node that failed is left out if it can be spared."""
+        assert view.active
+        assert view.target
+        what, number = fate(view), view.active.number
+        ledger = int(str(view.policy.record.ledger["judged"])) if view.policy else 0
+        stop = "its restarts are used up" if used_up(view) and what.failed and not what.lost else ""
+        spare = len(candidates(view, not_ready_marks(view))) > view.target.record.min_nodes
+        out = what.failed[0].record.id.incarnation if what.failed and spare and self.rng.random() < 0.3 else ""
+        verdict = Verdict(
+            generation=number,
+            root="a rank failed",
+            delay=self.rng.choice((0.0, 0.0, 1.5)),
+            stop=stop,
+            without={out: "it fails"} if out and not stop else {},
+        )
+        record = PolicyRecord(scope=KEYS.scope, ledger={"judged": ledger + 1}, verdict=verdict)
+        return record, EventRecord(scope=KEYS.scope, number=number, at=0.0, what="judged", detail="a rank failed")
 
     # --- time
 

@@ -54,7 +54,7 @@ def until_stopped(seen: State, what: Failure, *, steps: int = 0, checkpoints: in
 )
 def test_each_class_has_so_many_restarts_without_a_checkpoint(cls: str, restarts: int, exit_code: int) -> None:
     """Steps alone refill nothing."""
-    decisions = until_stopped(state(), failure(cls), steps=10)
+    decisions = until_stopped(state(world=world(nodes=1)), failure(cls, node="n0"), steps=10)
     assert [one.action for one in decisions] == [Action.RESTART] * restarts + [Action.STOP]
     assert decisions[-1].exit_code == exit_code
     assert decisions[-1].rule == f"{cls}_budget"
@@ -69,9 +69,30 @@ def test_a_checkpoint_that_is_further_refills_the_budget(cls: str) -> None:
 
 def test_an_older_checkpoint_refills_nothing() -> None:
     """After the newest was lost, the same steps are done again: that is no progress."""
-    _, seen = after(state(), failure("user"))
+    _, seen = after(state(), failure("memory"))
     seen = replace(seen, progress=Progress(step=5010, checkpoint_step=3000))
-    assert after(seen, failure("user"))[0].action is Action.STOP
+    assert after(seen, failure("memory"))[0].action is Action.STOP
+
+
+@pytest.mark.parametrize("cls", ["code", "user"])
+def test_what_fails_on_one_node_alone_costs_that_node_and_on_a_second_one_the_job(cls: str) -> None:
+    """It lacks a package or a mount that the others have."""
+    seen = state()
+    decision, seen = after(seen, failure(cls))
+    while decision.action is Action.RESTART:
+        seen = replace(seen, progress=replace(seen.progress, step=seen.progress.step + 10))
+        decision, seen = after(seen, failure(cls))
+    assert (decision.action, decision.rule, decision.node) == (Action.EXCLUDE, "only_there", "n3")
+    seen = replace(seen, progress=replace(seen.progress, step=seen.progress.step + 10))
+    assert after(seen, failure(cls, node="n5"))[0].action is Action.STOP
+
+
+def test_a_job_that_does_not_tell_of_its_steps_is_not_measured_by_them() -> None:
+    """Its class budgets would never be refilled. What its code says is the same each time all the same."""
+    seen = state(tells_steps=False, progress=Progress())
+    assert {one.action for one in until_stopped(seen, failure("unknown"))} == {Action.RESTART}
+    assert {one.action for one in until_stopped(seen, failure("user"))} == {Action.RESTART}
+    assert until_stopped(seen, failure("code"))[0].action is Action.STOP
 
 
 def test_budgets_of_classes_are_apart() -> None:

@@ -45,7 +45,9 @@ from elasticd.rendezvous.records import (
     SnapshotRef,
     StoreAddress,
     TargetRecord,
+    Verdict,
     Void,
+    WorkerExit,
     parse,
 )
 from tests.rendezvous.world import KEYS, generation, member, mid, proposal, target
@@ -247,7 +249,21 @@ documents = st.dictionaries(
     max_size=3,
 )
 causes = st.builds(Cause, kind=st.sampled_from(CauseKind), detail=texts, nodes=few(names))
-outcomes = st.none() | st.builds(Outcome, generation=numbers, result=st.sampled_from(Result), detail=texts)
+errors = st.text(max_size=500)
+exits = st.builds(WorkerExit, rank=numbers, code=st.integers(-1024, 1024), exception=errors, message=errors, at=times)
+outcomes = st.none() | st.builds(Outcome, generation=numbers, result=st.sampled_from(Result), detail=texts, ends=few(exits), step=st.none() | numbers)
+stretches = st.builds(Void, generation=numbers, step=numbers, until=numbers, skip=st.booleans())
+left_out = st.dictionaries(st.text(max_size=16), texts, max_size=4)
+verdicts = st.builds(
+    Verdict,
+    generation=numbers,
+    root=texts,
+    delay=st.floats(0, 86_400),
+    stop=texts,
+    code=st.integers(0, 255),
+    without=left_out,
+    void=st.none() | stretches,
+)
 RECORDS: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
     TargetRecord: {
         "min_nodes": sizes,
@@ -277,6 +293,7 @@ RECORDS: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
         "decisions": few(documents),
         "hold": st.none() | numbers,
         "acks": st.dictionaries(st.text(max_size=16), texts, max_size=4),
+        "verdict": st.none() | verdicts,
     },
     IncidentsRecord: {"node": names, "incidents": few(documents), "at": times},
     NodeRecord: {
@@ -326,8 +343,9 @@ RECORDS: dict[type[Record], dict[str, st.SearchStrategy[Any]]] = {
         "formed_at": seconds,
         "drained": st.booleans(),
         "resume": st.none() | st.builds(ResumePoint, generation=numbers, step=numbers, digest=digests, holders=few(names)),
-        "void": few(st.builds(Void, generation=numbers, step=numbers, until=numbers, skip=st.booleans())),
+        "void": few(stretches),
         "code": st.integers(0, 255),
+        "without": left_out,
     },
     BudgetRecord: {"used": numbers},
     CheckpointRecord: {"generation": numbers, "step": numbers, "digest": digests, "holders": few(names), "shared": st.booleans()},
