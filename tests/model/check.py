@@ -51,6 +51,7 @@ class Checker:
         self.started: set[tuple[str, int]] = set()
         self.gone_at: dict[str, float] = {}
         self.judged_at: dict[int, float] = {}
+        self.left_out: set[str] = set()
 
     # --- after each write
 
@@ -153,6 +154,7 @@ class Checker:
         if before.active is None or before.active.number != record.verdict.generation or not (fate(before).failed or fate(before).lost):
             raise ViolationError("judged_wrongly", f"generation {record.verdict.generation} has not failed")
         self.judged_at[record.verdict.generation] = self.world.now
+        self.left_out |= {keyed.record.id.node for keyed in before.members.values() if keyed.record.id.incarnation in record.verdict.without}
 
     def _follows_the_verdict(self, before: View, last: GenerationRecord, record: GenerationRecord) -> None:
         """Whoever activates has seen each report, if not each loss."""
@@ -266,7 +268,8 @@ class Checker:
             raise ViolationError("finished_restarts", f"the job ended with generation {last.number}, and {record.number} is active")
         self._loses_a_step_at_most(last, record)
         self._plan_loses_nothing(before, last, record)
-        if self.world.calm_since is not None and self.world.calm_since <= self.proposed_at.get(record.number, 0.0):
+        again = record.cause.kind is CauseKind.JOIN and self.left_out.intersection(record.cause.nodes)
+        if self.world.calm_since is not None and self.world.calm_since <= self.proposed_at.get(record.number, 0.0) and not again:
             raise ViolationError("needless_restart", f"generation {record.number} ({record.cause}), and nothing had happened to any node")
 
     def _loses_a_step_at_most(self, last: GenerationRecord, record: GenerationRecord) -> None:
