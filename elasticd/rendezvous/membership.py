@@ -428,8 +428,8 @@ def used_up(view: View) -> bool:
 
 def _plan_verdict(view: View, target: TargetRecord, what: Fate, now: float, memory: Memory, timing: Timing) -> Decision | None:
     """What a failure comes to before the next generation begins (PROTOCOL 31); None if nothing stands against that."""
-    if not timing.judged or not (what.failed or what.lost) or view.active is None:
-        return None
+    if not timing.judged or view.active is None or not (what.failed or (what.lost and not view.active.drained)):
+        return None  # who goes after all have stopped in order has not failed
     verdict = view.verdict
     if verdict is None and _judges(view, memory, timing):
         return Judge(number=view.active.number)

@@ -111,6 +111,13 @@ def test_a_lost_node_is_judged_too_and_a_planned_change_is_not() -> None:
     assert isinstance(decide(planned), Activate)
 
 
+def test_who_goes_after_all_have_stopped_in_order_has_not_failed() -> None:
+    one = seen(stopped("a", 1), nodes="ab", proposal=proposal(4, "a", mode=StopMode.KILL, kind=CauseKind.LOSS))
+    assert one.generation is not None
+    drained = replace(one.generation, record=one.generation.record.model_copy(update={"drained": True}))
+    assert isinstance(decide(replace(one, generation=drained)), Activate)
+
+
 def test_it_is_judged_once() -> None:
     one = seen(failed("a", 1, end(0)), stopped("b", 2))
     given = verdict(one)
