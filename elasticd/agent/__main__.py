@@ -103,7 +103,7 @@ def run(config: AgentConfig, signals: Signals) -> Finish:
         if agent.difference:
             raise UsageError(f"node {config.node} differs from the others in {agent.difference}", remedy="make it alike, then start the job here again")
         if member.left_out:
-            raise UsageError(f"node {config.node} was left out: {member.left_out}", remedy="see to it, then start the job here again")
+            raise UsageError(f"node {config.node} was left out: {member.left_out}", remedy="see to it, then cordon and uncordon the node")
         if agent.finish is None:
             msg = "the agent ended without a result"
             raise ElasticdError(msg)

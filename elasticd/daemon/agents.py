@@ -219,6 +219,12 @@ class Agents:
         self._write(job, note.model_copy(update={"pid": started.pid, "born": started.born}))
         log.info("agent_started", job=job, pid=started.pid or None, slots=list(slots))
 
+    def try_again(self) -> None:
+        """Start anew, at the next turn, what has ended for reasons that somebody has seen to."""
+        for job, note in list(self._notes.items()):
+            if note.ended and (note.digest or note.ends):
+                self._write(job, note.model_copy(update={"digest": "", "ends": 0}))
+
     def leave(self, job: str, why: str) -> None:
         """Ask one to leave in order, once."""
         note, pid = self._notes.get(job), self._pids.get(job)

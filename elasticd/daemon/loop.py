@@ -175,12 +175,19 @@ class Loop:
         return self._seen_agents, ""
 
     def _look_at_etcd(self, jobs: list[str]) -> None:
+        out = self._kept_out
         try:
             self._outlook = self._lookout.read(jobs)
         except KVError as error:
             self._etcd(str(error))
         else:
             self._etcd("")
+            if out and not self._kept_out:
+                self._agents.try_again()  # whoever lifts it has seen to what kept an agent from running
+
+    @property
+    def _kept_out(self) -> bool:
+        return self._outlook.policy.cordoned or self._outlook.policy.draining
 
     def _etcd(self, problem: str) -> None:
         if bool(problem) != bool(self._etcd_problem):

@@ -1,7 +1,8 @@
-# ruff: noqa: PTH110, PTH116, PTH123, SIM115 - written as users write it; it is copied to hosts and run there
+# ruff: noqa: PTH108, PTH110, PTH116, PTH123, SIM115 - written as users write it; it is copied to hosts and run there
 """A job for hosts that drifts as it is told: by files in the directory OUT, which it looks for at each step. Each step is logged as a JSON line.
 
 slow20   this node's own work takes 20 % longer     nan     the loss is no number while the file is there
+oom      it raises what torch raises when a GPU has no memory left
 babble   a thousand lines of nonsense a second      say     what stands in the file is printed, once for each change of it
 """
 
@@ -80,6 +81,9 @@ def main() -> None:
             loss = nn.functional.mse_loss(model(x), y)
             run.backward(loss * float("nan") if told("nan") else loss)
             last = loss.item()
+            if told("oom"):
+                os.unlink(f"{OUT}/oom")
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         optimizer.step()
         run.stepped()
         voice.step()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(580)]
 OUT = "/srv/drifting"
 SCRIPT = "/srv/drifting.py"
-JOBS = ("broken", "slow", "diverges", "benign", "blind")
+JOBS = ("broken", "weak", "slow", "diverges", "benign", "blind")
 """One for each test: what is done once for a job counts for a day."""
 SLOW_JOBS = {"slow": 300.0}
 """Seconds between checkpoints, where not 5: a window with one in it is not compared."""
@@ -195,6 +195,30 @@ def test_a_fatal_xid_drains_its_node_before_it_dies_and_a_second_one_finds_the_b
     )
     assert trains(site) == {"n1", "n2", "n3"}
     assert acts(site, "broken").count(("exclude", "hardware")) == 1
+
+
+def test_an_oom_soon_after_a_fault_of_hardware_on_its_node_is_that_fault(site: Site, begin: Begin) -> None:
+    """And one on another node is not: it is tried once more. Of free will nothing is done, for the job is paused."""
+    begin("weak")
+    first, second = site.hosts[:2]
+    site.ctl(first, "pause", "weak", "--reason", "to see what failures come to")
+    first.sh("touch", f"{OUT}/oom")
+    await_(lambda: ("restart", "memory") in acts(site, "weak"), within=40, what="a restart", site=site)
+    await_(lambda: trains(site) == {"n1", "n2", "n3"}, within=60, what="training on all again", site=site)
+    kernel_says(second, XID)
+    await_(lambda: any(one["root"]["kind"] == "xid_79" for one in anomalies(site, first)["incidents"]), within=30, what="the incident", site=site)
+    second.sh("touch", f"{OUT}/oom")
+    await_(lambda: trains(site) == {"n1", "n3"}, within=60, what="training without n2", site=site)
+    assert acts(site, "weak") == [("restart", "memory"), ("exclude", "hardware")]
+    told = next(one for one in decisions(site, "weak") if one["action"] == "exclude")
+    assert told["why"].startswith("n2: ")
+    assert "rank 1 on n2: torch.OutOfMemoryError: CUDA out of memory" in told["why"]
+    assert "n2: " in generations(site, "weak")[-1]["detail"]
+    job = next(one for one in site.get(second, "/v1/status")["jobs"] if one["name"] == "weak")
+    assert job["why"].startswith("node n2 was left out: n2: "), job
+    site.ctl(first, "cordon", "n2", "--reason", "a new GPU")
+    site.ctl(first, "uncordon", "n2")
+    await_(lambda: trains(site) == {"n1", "n2", "n3"}, within=60, what="training with n2 again", site=site)
 
 
 def test_a_rank_that_is_20_percent_slow_is_named_and_a_node_that_stands_by_takes_its_place(site: Site, begin: Begin) -> None:

@@ -217,6 +217,22 @@ def test_what_could_not_be_started_counts_as_an_end_with_its_reason(tmp_path: Pa
     agents.close()
 
 
+def test_what_found_its_configuration_unusable_is_tried_again_once_somebody_has_seen_to_it(tmp_path: Path, sleepers: Sleepers) -> None:
+    agents = started(tmp_path, sleepers)
+    agents.look(1.0)
+    agents.try_again()
+    assert agents.look(2.0)["a"].digest == "d1", "what runs is left alone"
+    agents.result_file("a").write_text(json.dumps({"code": 2, "result": "failed", "reason": "node n was left out"}))
+    sleepers.end("a")
+    assert (agents.look(3.0)["a"].digest, agents.look(3.0)["a"].ends) == ("d1", 1)
+    agents.try_again()
+    agents.close()
+    for one in (agents, Agents(tmp_path / "run", sleepers)):  # also by the next daemon
+        seen = one.look(4.0)["a"]
+        assert (seen.running, seen.digest, seen.ends) == (False, "", 0)
+        one.close()
+
+
 def test_a_note_that_a_crash_cut_short_is_no_reason_to_fail(tmp_path: Path, sleepers: Sleepers) -> None:
     started(tmp_path, sleepers).close()
     (tmp_path / "run/notes/a.json").write_text('{"slots": [')
