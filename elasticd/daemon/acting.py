@@ -108,6 +108,7 @@ class Acting:
         self._held: frozenset[str] = frozenset()
         self._waiting: dict[tuple[str, str], float] = {}
         self._problem = ""
+        self._settled: dict[str, frozenset[str]] = {}
         self._done: dict[tuple[str, str], int] = {}
         self._withheld: dict[tuple[str, str], int] = {}
         self._watch: Watch | None = None
@@ -132,6 +133,11 @@ class Acting:
     def problem(self) -> str:
         """Why nothing can be decided, "" if it can."""
         return self._problem
+
+    @property
+    def settled(self) -> Mapping[str, frozenset[str]]:
+        """Job -> incidents of which an operator has said that he knows."""
+        return dict(self._settled)
 
     @property
     def counts(self) -> Counts:
@@ -260,6 +266,7 @@ class Acting:
         """One job. Returns seconds after which it has to be looked at again, None if only a change makes that worth it."""
         for _ in range(_ATTEMPTS):
             case = self._look(job, incidents, now)
+            self._settled[job] = case.settled
             place = turn_of(case, self._node)
             if place is None:
                 self._held -= {job}

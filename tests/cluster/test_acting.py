@@ -214,8 +214,8 @@ def test_an_oom_soon_after_a_fault_of_hardware_on_its_node_is_that_fault(site: S
     assert told["why"].startswith("n2: ")
     assert "rank 1 on n2: torch.OutOfMemoryError: CUDA out of memory" in told["why"]
     assert "n2: " in generations(site, "weak")[-1]["detail"]
-    job = next(one for one in site.get(second, "/v1/status")["jobs"] if one["name"] == "weak")
-    assert job["why"].startswith("node n2 was left out: n2: "), job
+    node = next(one for one in site.get(first, "/v1/nodes")["nodes"] if one["name"] == "n2")
+    assert next(one["why"] for one in node["jobs"] if one["name"] == "weak").startswith("node n2 was left out: n2: "), node
     site.ctl(first, "cordon", "n2", "--reason", "a new GPU")
     site.ctl(first, "uncordon", "n2")
     await_(lambda: trains(site) == {"n1", "n2", "n3"}, within=60, what="training with n2 again", site=site)

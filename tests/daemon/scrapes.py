@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -140,13 +141,14 @@ class Watching:
     def incidents(self, job: str) -> list[dict[str, Any]]:
         assert job == "llm"
         seen = [("certain", "confirmed"), ("strong", "confirmed"), ("strong", "confirmed"), ("weak", "confirmed"), ("weak", "suspect"), ("certain", "over")]
-        return [{"certainty": certainty, "state": state} for certainty, state in seen]
+        return [{"id": f"g7-{place}", "certainty": certainty, "state": state} for place, (certainty, state) in enumerate(seen)]
 
 
 class Done:
-    """Stands for what acts on them: it has left out a node, and was not allowed to restart."""
+    """Stands for what acts on them: it has left out a node, and was not allowed to restart; an operator knows one that is believed and one that is over."""
 
     settings = Settings()
+    settled = MappingProxyType({"llm": frozenset({"g7-2", "g7-5"})})
     problem = ""
     counts = Counts(done={("llm", action.value): int(action in (Action.EXCLUDE, Action.CHECKPOINT)) for action in Action}, withheld={("llm", "restart"): 1})
 

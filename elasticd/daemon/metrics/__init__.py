@@ -87,7 +87,7 @@ class Metrics(Collector):
             "host": lambda sheet: host.fill_host(sheet, self._host.read()),
             "kernel": lambda sheet: host.fill_kernel(sheet, kernel.counts),
             "gpus": self._fill_gpus,
-            "detectors": lambda sheet: detectors.fill_detectors(sheet, detecting),
+            "detectors": lambda sheet: detectors.fill_detectors(sheet, detecting, acting),
             "policy": lambda sheet: detectors.fill_acting(sheet, acting),
         }
         registry.register(self)

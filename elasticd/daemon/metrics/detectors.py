@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _JOB: Final = Label(name="job_name", about="a job that runs on this node")
 
 UP: Final = gauge("elasticd_detectors_up", "1 while the detectors of this node run and answer; no series where it has none.")
-OPEN: Final = gauge("elasticd_job_incidents", "Incidents that are believed and not over, as this node's detectors see them.", _JOB)
+OPEN: Final = gauge("elasticd_job_incidents", "Incidents that are believed, not over, and not acknowledged, as this node's detectors see them.", _JOB)
 MODEL: Final = gauge("elasticd_job_model_timestamp_seconds", "When the isolation forest was grown last; no series while it learns.", _JOB)
 DONE: Final = counter(
     "elasticd_policy_actions_total", "What stopped the job's workers of free will, decided on this node; early checkpoints are not among it.", _JOB
@@ -29,14 +29,15 @@ WITHHELD: Final = counter(
 FAMILIES: Final = (UP, OPEN, MODEL, DONE, WITHHELD)
 
 
-def fill_detectors(sheet: Sheet, detecting: Detecting | None) -> None:
-    """How they are, and what they see."""
+def fill_detectors(sheet: Sheet, detecting: Detecting | None, acting: Acting | None = None) -> None:
+    """How they are, and what they see that no operator knows of."""
     if detecting is None:
         return
-    pulse = detecting.pulse
+    pulse, settled = detecting.pulse, acting.settled if acting else {}
     sheet.put(UP, pulse.alive)
     for job in detecting.watched:
-        sheet.put(OPEN, sum(one["state"] == "confirmed" for one in detecting.incidents(job)), job)
+        known = settled.get(job, frozenset())
+        sheet.put(OPEN, sum(one["state"] == "confirmed" and one["id"] not in known for one in detecting.incidents(job)), job)
         sheet.put(MODEL, (pulse.jobs.get(job, {}).get("model") or {}).get("grown_at"), job)
 
 
