@@ -257,6 +257,12 @@ class Ledger:
         return self._time.activity
 
     @property
+    def reached(self) -> int:
+        """The newest step that is known to have been made in the generation at hand, or the one that it began with."""
+        begun = self._given.resumed if self._given else 0
+        return max(self.step, begun, begun + 1 if self._first_ended is not None else 0)
+
+    @property
     def at_hand(self) -> Given | None:
         """The generation whose workers start, run or stop; None if there is none."""
         return self._given if self._stage is not _Stage.IDLE else None

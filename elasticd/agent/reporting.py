@@ -153,8 +153,7 @@ class Reporter:
     def reached(self) -> int | None:
         """How far the workers of the generation at hand have come, as far as they have told; None if none of them uses `trainer`."""
         with self._lock:
-            at_hand = self._ledger.at_hand
-            return max(self._ledger.step, at_hand.resumed if at_hand else 0) if self._greeted else None
+            return self._ledger.reached if self._greeted else None
 
     # --- the channels' thread --------------------------------------------------------------------------------------------
 

@@ -247,7 +247,9 @@ class Watch:
         files = current.ranks[local_rank]
         error = _error(files, code)
         detail = f"rank {rank} on {self._config.node}: {describe_exit(code)}" + (f": {error.exception}" if error else "")
-        ends = self._ends(current, exits)
+        ends, reached = self._ends(current, exits), self._reporter.reached
+        if reached is not None:
+            reached = max(reached, self._states.newest(current.number))  # who failed soon after had no time to tell
         log.error("worker_failed", generation=current.number, rank=rank, detail=detail, log=str(files.stderr))
         # Torch is not told of the file: it would read whatever a worker put there, follow its links, and raise for garbage.
         self.failure = (rank, ProcessFailure(local_rank, current.workers.workers[local_rank].pid, code, ""))
@@ -258,7 +260,7 @@ class Watch:
             if worker.local_rank in self._states.listening:
                 worker.send_signal(signal.SIGKILL)
         current.workers.stop(self._config.kill_grace)
-        outcome = Outcome(generation=current.number, result=Result.FAILED, detail=detail[:2000], ends=ends, step=self._reporter.reached)
+        outcome = Outcome(generation=current.number, result=Result.FAILED, detail=detail[:2000], ends=ends, step=reached)
         self._report(current, outcome, why=detail, broken=lambda: self._broken_links(current))
 
     def _ends(self, current: Running, exits: Mapping[int, int]) -> tuple[WorkerExit, ...]:

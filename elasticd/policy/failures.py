@@ -200,7 +200,8 @@ RULES: Final = (
         kind="network_error",
         cls=_C.INFRASTRUCTURE,
         types=_names(
-            "ConnectionError ConnectionRefusedError ConnectionResetError ConnectionAbortedError TimeoutError DistNetworkError DistStoreError gaierror"
+            "ConnectionError ConnectionRefusedError ConnectionResetError ConnectionAbortedError TimeoutError DistNetworkError DistStoreError"
+            " DistBackendError gaierror"
         ),
         cues=(
             "connection refused",
@@ -211,7 +212,10 @@ RULES: Final = (
             "connection timed out",
             "client socket has timed out",
             "ncclsystemerror",
+            "ncclinternalerror",
             "unhandled system error",
+            "third_party/gloo",
+            "connectfullmesh failed",
         ),
     ),
     _Rule(kind="address_in_use", cls=_C.INFRASTRUCTURE, cues=("address already in use",)),

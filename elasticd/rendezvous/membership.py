@@ -432,6 +432,9 @@ def _plan_verdict(view: View, target: TargetRecord, what: Fate, now: float, memo
         return None  # who goes after all have stopped in order has not failed
     verdict = view.verdict
     if verdict is None and _judges(view, memory, timing):
+        due = (now if memory.failed_since is None else memory.failed_since) + timing.ttl
+        if used_up(view) and what.running and now < due:  # who has not reported may be gone, and the failure an echo of that
+            return Wait(why="a worker failed and the restart budget is used up, unless a node was lost", until=due)
         return Judge(number=view.active.number)
     if verdict is None:
         return _end_used_up(view, target, what) if used_up(view) and what.failed else None

@@ -131,6 +131,19 @@ def test_whoever_does_not_judge_goes_on_as_before() -> None:
     assert isinstance(decide(one, LONG_AGO.without_verdict(3)), Activate)
 
 
+def test_a_used_up_budget_waits_a_lease_for_who_has_not_reported_to_turn_out_as_lost() -> None:
+    late = member("b", 2)
+    one = seen(failed("a", 1, end(0)), late, budget=1, used=1, charge=False)
+    assert one.proposal is not None
+    marked = one.proposal.record.model_copy(update={"not_ready": {mid("b").incarnation: late.mod_revision}, "members": (mid("a"),)})
+    one = replace(one, proposal=replace(one.proposal, record=marked))
+    memory = replace(LONG_AGO, failed_since=NOW - 1.0)
+    wait = plan(one, NOW, memory, JUDGED)
+    assert isinstance(wait, Wait)
+    assert wait.until == NOW - 1.0 + JUDGED.ttl
+    assert plan(one, NOW + JUDGED.ttl, memory, JUDGED) == Judge(number=3)
+
+
 def test_a_budget_that_is_used_up_ends_the_job_even_if_nothing_can_be_judged() -> None:
     one = seen(failed("a", 1, end(0)), stopped("b", 2), budget=1, used=1, charge=False)
     ended = decide(one, LONG_AGO.without_verdict(3))

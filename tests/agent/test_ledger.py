@@ -339,3 +339,24 @@ def test_marks_in_any_order_come_to_the_same_as_in_theirs(marks: list[tuple[floa
     given.close(600)
     sorted_.close(600)
     assert given.seconds(600) == pytest.approx(sorted_.seconds(600))
+
+
+# --- how far it has come
+
+
+def test_what_is_reached_counts_the_first_step_before_anybody_tells_of_it() -> None:
+    ledger = Ledger(0.0)
+    assert ledger.reached == 0
+    ledger.given(10, generation(1, cause="form", resumed=40))
+    ledger.started(11)
+    ledger.spoke(12)
+    assert ledger.reached == 40
+    ledger.restored(13)
+    ledger.first_step(14)
+    assert ledger.reached == 41
+    ledger.made(steps(41, 50, 13, 20))
+    assert ledger.reached == 50
+    ledger.stopping(21)
+    ledger.stopped(22)
+    ledger.given(23, generation(2, resumed=45))
+    assert ledger.reached == 45

@@ -37,9 +37,9 @@ max_nodes = 3
 OMP_NUM_THREADS = "1"
 OUT = "{OUT}"
 PYTHONPATH = "{PROJECT}"
-[trainer]
-checkpoint_every_s = 3.0
 """
+OFTEN = "checkpoint_every_s=3"
+"""In etcd, where a rehearsal can change it while the job runs; its file would be above that."""
 
 
 class Rehearsal:
@@ -160,6 +160,7 @@ def rehearse(site: Site, folders: pytest.TempPathFactory) -> Iterator[Rehearsal]
     site.hosts[1].sh("systemctl", "restart", "systemd-journald")
     site.job(JOB, JOB_FILE)
     site.start()
+    site.ctl(site.hosts[0], "config", "set", OFTEN, "--job", JOB)
     site.ctl(site.hosts[0], "start", JOB, "--timeout", "90", timeout=100)
     folder = folders.mktemp("monitoring")
     with Monitoring(folder, [f"{host.address}:{PORT}" for host in site.hosts], rules=rehearsed) as watch:

@@ -17,7 +17,7 @@ import pytest
 from tests.cluster.etcd import CLIENT_TLS, put_keys
 from tests.cluster.oncall import RUNBOOKS
 from tests.cluster.places import ROOT
-from tests.cluster.rehearsal import CHECKPOINTS, JOB, LOGS, PORT, Rehearsal, rehearse, says
+from tests.cluster.rehearsal import CHECKPOINTS, JOB, LOGS, OFTEN, PORT, Rehearsal, rehearse, says
 from tests.cluster.site import CONFIG, JOBS, Site
 from tests.support.etcd import await_
 
@@ -374,6 +374,7 @@ def test_steps_that_are_lost_with_a_worker_where_no_snapshots_are_taken(run: Reh
     run.types("elasticctl config set snapshots=false checkpoint_every_s=600 --job JOB")
     run.types("elasticctl restart JOB --reason WHY -y")
     run.await_training()
+    run.types("elasticctl checkpoint JOB --timeout 30")  # from here on it is the only one
     since = run.watch.query(f'max(elasticd_job_step{{job_name="{JOB}"}})')[0]["value"][1]
     await_(lambda: run.watch.query(f'max(elasticd_job_step{{job_name="{JOB}"}}) > {float(since) + 150}'), within=60, what="150 steps without a snapshot")
     run.kill_worker(run.site.hosts[1])
@@ -381,7 +382,8 @@ def test_steps_that_are_lost_with_a_worker_where_no_snapshots_are_taken(run: Reh
     said = run.follows("ElasticdStepsLost", run.site.hosts[1])
     assert re.search(r"snapshots\s+false", said)
     assert "worker_failed of n2" in said
-    run.types("elasticctl config unset snapshots checkpoint_every_s --job JOB")
+    run.types("elasticctl config unset snapshots --job JOB")
+    run.types(f"elasticctl config set {OFTEN} --job JOB")
     run.types("elasticctl restart JOB --reason WHY -y")
     run.ends("ElasticdStepsLost", within=150)
 

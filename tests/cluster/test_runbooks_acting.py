@@ -65,7 +65,8 @@ def test_a_gpu_that_falls_off_the_bus_costs_its_node_and_the_second_time_a_budge
     says(node, XID.format(2))
     run.fires("ElasticdPolicyWithheld", job_name=JOB)
     shown = run.follows("ElasticdPolicyWithheld", node, ID=incident(run))
-    assert "Not done (budget_job_hour)" in shown
+    assert "rule budget_job_hour" in shown
+    assert "Not done (exclude)" in shown
     assert run.trains()
     run.fires("ElasticdIncidentOpen", job_name=JOB)
     assert "has fallen off the bus" in run.follows("ElasticdIncidentOpen", node, ID=incident(run))

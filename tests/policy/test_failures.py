@@ -30,6 +30,8 @@ def found(*ends: WorkerEnd, **changes: object) -> Failure:
         ("trainer.errors.StateError: the optimizer differs", 1, True, "code", "shape_mismatch"),
         ("", 2, False, "code", "bad_arguments"),
         ("", 2, True, "unknown", "exit_2"),
+        ("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error", 1, False, "infrastructure", "network_error"),
+        ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, internal error", 1, False, "infrastructure", "network_error"),
         ("KeyError: 'lr'", 1, False, "startup", "KeyError"),
         ("KeyError: 'lr'", 1, True, "user", "KeyError"),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/data'", 1, False, "user", "file_missing"),
