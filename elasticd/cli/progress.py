@@ -21,6 +21,8 @@ _STEP = re.compile(rb"\bstep[ =:]*([0-9]{1,15})", re.IGNORECASE)
 _REPEAT = 60.0
 """Seconds in which one and the same warning is said once: an agent in trouble repeats itself every few seconds."""
 _LONGEST_FIELD = 300
+_TOLD_OTHERWISE = re.compile(r"training|the job has ended|(activating|proposing|ending|judging).*|.*; the workers start again in a moment", re.DOTALL)
+"""Decisions that other events tell better."""
 
 
 class Weight(Enum):
@@ -102,6 +104,7 @@ class Progress:
             "generation_formed": self._formed,
             "workers_started": self._started,
             "worker_failed": self._failed,
+            "failure_judged": self._judged,
             "etcd_unreachable": self._etcd_lost,
             "etcd_back": self._etcd_back,
             "agent_exit": self._ended,
@@ -164,10 +167,15 @@ class Progress:
 
     def _decision(self, event: AgentEvent) -> list[Notice]:
         text = event.text("text")
-        if text in ("training", "the job has ended") or text.startswith(("activating", "proposing", "ending")):
-            return []  # other events tell the same
+        if _TOLD_OTHERWISE.fullmatch(text):
+            return []
         self._waits_for = text
         return [_notice(event, text, Weight.QUIET)]
+
+    def _judged(self, event: AgentEvent) -> list[Notice]:
+        """What a generation failed of, and what is done about it. Whether the job ends is told by its end."""
+        why = event.text("why")
+        return [] if event.text("action") == "stop" or not why else [_notice(event, why, Weight.WARNING)]
 
     def _formed(self, event: AgentEvent) -> list[Notice]:
         number = event.number("generation") or 0

@@ -95,6 +95,19 @@ def test_a_warning_without_a_sentence_is_spelled_out_and_not_repeated_for_a_whil
     assert said(progress, event("anything else")) == []
 
 
+def test_what_a_failure_comes_to_is_said_once_and_in_words() -> None:
+    why = "rank 1 on node-1: killed by SIGKILL; restart 2 of 3 in 0.5 s"
+    told = said(
+        Progress(job="train"),
+        event("decision", text="judging what generation 2 failed of"),
+        event("failure_judged", level="warning", generation=2, rule="unknown", action="restart", why=why),
+        event("decision", text="rank 1 on node-1: killed by SIGKILL; the workers start again in a moment"),
+        event("failure_judged", level="warning", generation=3, rule="max_restarts", action="stop", why="restart budget used up"),
+        event("decision", text="training; node-2 differs in code"),
+    )
+    assert told == [why, "training; node-2 differs in code"]
+
+
 def test_the_step_is_that_of_rank_0() -> None:
     progress = Progress(job="train")
     for rank, data in ((0, b"epoch 3 Step: 17 loss 0.5"), (1, b"step 99"), (0, b"footstep 5"), (0, b"no number: step by step")):
