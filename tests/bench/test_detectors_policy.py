@@ -20,7 +20,7 @@ SEED = 777_004
 
 def test_a_joint_drift_that_only_the_forest_sees_brings_a_checkpoint_then_one_restart() -> None:
     job = benign(_noise(), SEED, hours=HOURS, rescales=False)
-    drift(job, kind="link", rank=1, first=BEGINS, last=BEGINS + 240)
+    drift(job, kind="link", rank=1, first=BEGINS, last=BEGINS + 360)
     outcome = acted(list(job.measured()), every=1e9)
     assert [one.detector for one in outcome.findings if one.certainty is not Certainty.WEAK] == []
     assert [one.action for one in outcome.decisions] == [Action.CHECKPOINT, Action.RESTART]
@@ -34,7 +34,7 @@ def test_a_joint_drift_that_only_the_forest_sees_brings_a_checkpoint_then_one_re
 
 def test_in_shadow_the_same_drift_changes_nothing() -> None:
     job = benign(_noise(), SEED, hours=HOURS, rescales=False)
-    drift(job, kind="link", rank=1, first=BEGINS, last=BEGINS + 240)
+    drift(job, kind="link", rank=1, first=BEGINS, last=BEGINS + 360)
     assert acted(list(job.measured()), Settings(mode=Mode.SHADOW)).decisions == ()
 
 

@@ -206,7 +206,7 @@ def test_an_oom_soon_after_a_fault_of_hardware_on_its_node_is_that_fault(site: S
     await_(lambda: ("restart", "memory") in acts(site, "weak"), within=40, what="a restart", site=site)
     await_(lambda: trains(site) == {"n1", "n2", "n3"}, within=60, what="training on all again", site=site)
     kernel_says(second, XID)
-    await_(lambda: any(one["root"]["kind"] == "xid_79" for one in anomalies(site, first)["incidents"]), within=30, what="the incident", site=site)
+    await_(lambda: any((one["rule"], one["wanted"]) == ("paused", "exclude") for one in decisions(site, "weak")), within=30, what="advice", site=site)
     second.sh("touch", f"{OUT}/oom")
     await_(lambda: trains(site) == {"n1", "n3"}, within=60, what="training without n2", site=site)
     assert acts(site, "weak") == [("restart", "memory"), ("exclude", "hardware")]

@@ -78,7 +78,7 @@ def test_a_statistic_brings_a_checkpoint_and_only_when_it_holds_on_one_restart(s
     acting.turn(time.time())
     assert site.rules() == [("checkpoint", "early_checkpoint"), ("log", "not_persisting")]
     later = time.time() + NUMBERS_EVERY
-    one.said[JOB] = [incident(finding(began=later - 200.0), lasted=200.0, updated=later)]
+    one.said[JOB] = [incident(finding(began=later - 2000.0), lasted=2000.0, updated=later)]
     acting.turn(later)
     assert site.request(RequestKind.RESTART) is not None
     assert site.deeds() == ["checkpoint", "restart"]

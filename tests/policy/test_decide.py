@@ -56,8 +56,8 @@ def test_it_brings_nothing_more_until_it_persists() -> None:
 def test_if_it_persists_it_brings_one_restart() -> None:
     """From the first word to the restart, and none after it."""
     seen = carried_out(state(incident()))
-    later = NOW + 200.0
-    held = incident(lasted=200.0, opened=NOW - 25.0, updated=later - 5.0)
+    later = NOW + 2000.0
+    held = incident(lasted=2000.0, opened=NOW - 25.0, updated=later - 5.0)
     seen = replace(seen, incidents=(held,), progress=replace(seen.progress, checkpoint_step=5000, checkpoint_at=NOW + 1.0))
     decision = only(seen, later)
     assert (decision.action, decision.rule, decision.agreed) == (Action.RESTART, "drift", True)
@@ -65,10 +65,10 @@ def test_if_it_persists_it_brings_one_restart() -> None:
     assert (only(seen, later).action, only(seen, later).rule) == (Action.LOG, "done")
     # The same in the next world, hours later, with new checkpoints: once a day is enough.
     root = replace(sign(), generation=8)
-    again = incident(root, id="g8-joint_drift-n3", lasted=200.0, opened=later + 7000.0, updated=later + 7195.0)
+    again = incident(root, id="g8-joint_drift-n3", lasted=2000.0, opened=later + 7000.0, updated=later + 8995.0)
     seen = replace(seen, world=world(generation=8), incidents=(again,), progress=Progress(step=9000, checkpoint_step=9000, checkpoint_at=later + 7100.0))
-    assert (only(seen, later + 7200.0).action, only(seen, later + 7200.0).rule) == (Action.LOG, "budget_statistic")
-    assert only(seen, later + 7200.0).alert
+    assert (only(seen, later + 9000.0).action, only(seen, later + 9000.0).rule) == (Action.LOG, "budget_statistic")
+    assert only(seen, later + 9000.0).alert
 
 
 def test_a_clock_alone_makes_nothing_persist() -> None:
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_was_just_made_is_not_made_again() -> None:
 def test_a_restart_below_its_price_is_not_done() -> None:
     """Where a failure is noticed at once and nothing is lost by it, to restart before it costs as much as it."""
     seen = state(
-        incident(lasted=200.0),
+        incident(lasted=2000.0),
         progress=Progress(step=5000, checkpoint_step=5000, checkpoint_at=NOW - 1.0),
         measured=Measured(checkpoints=(0.5,), restarts=(20.0,), detections=(1.0,)),
     )
@@ -257,7 +257,7 @@ def test_a_state_that_may_be_bad_is_not_committed(told: Incident) -> None:
 # --- budgets, cooldown, guards ----------------------------------------------------------------------------------------------
 
 
-HELD = incident(replace(STRONG, certainty=Certainty.STRONG), lasted=200.0)
+HELD = incident(replace(STRONG, certainty=Certainty.STRONG), lasted=2000.0)
 SAVED = Progress(step=5000, checkpoint_step=5000, checkpoint_at=NOW - 100.0)
 FAR: dict[str, Any] = {"checkpoint_step": 100, "step": 100}
 
