@@ -160,9 +160,6 @@ class JobAgent(SimpleElasticAgent):
             raise _NoAssignment from None
         if assignment is None:
             raise _NoAssignment
-        if self._wishes.checkpoint:  # of a generation before this one, or of none
-            self._wishes.checkpoint = False
-            log.info("checkpoint_asked", generation=None, signalled=[], not_catching=[])
         generation = assignment.generation
         store = serve_store(assignment) if assignment.store_socket is not None else None
         self._assignment = assignment

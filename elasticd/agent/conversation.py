@@ -58,6 +58,7 @@ class Round:
         stopped: local rank -> what it said when it stopped as asked.
         unfit: why this node cannot take part, as a worker found out.
         asked_at: when a checkpoint was last asked for by the clock.
+        owed: why a checkpoint was asked for when no worker could hear it yet; the first that is welcomed is told.
     """
 
     record: GenerationRecord
@@ -69,6 +70,7 @@ class Round:
     stopped: dict[int, channel.Stopped] = field(default_factory=dict)
     unfit: channel.Unfit | None = None
     asked_at: float = field(default_factory=time.monotonic)
+    owed: str = ""
 
 
 class Conversation:
@@ -160,6 +162,12 @@ class Conversation:
         message = channel.Raise(flag=flag, reason=reason, seconds=seconds)
         return tuple(rank for rank in self._channels.listening if self._channels.say(rank, message))
 
+    def owe_checkpoint(self, reason: str) -> None:
+        """Have one of the generation at hand as soon as there is somebody to ask."""
+        with self._lock:
+            if self._round is not None:
+                self._round.owed = reason
+
     def lend(self, local_rank: int, answer: channel.Buffers, fds: Sequence[int] = ()) -> None:
         """Answer a worker that described its state."""
         self._channels.say(local_rank, answer, fds)
@@ -206,3 +214,7 @@ class Conversation:
             return  # its end is near
         told, fds = self._welcome_of(at_hand)
         self._channels.say(local_rank, channel.Welcome(**told), list(fds))
+        with self._lock:
+            reason, at_hand.owed = at_hand.owed, ""
+        if reason:
+            self._channels.say(local_rank, channel.Raise(flag="checkpoint", reason=reason))

@@ -132,9 +132,16 @@ class StateKeeper:
         """Ask the workers to stop at a step that all agree on; local ranks of those that heard it."""
         return self._talk.ask("stop", reason, seconds)
 
-    def ask_checkpoint(self, reason: str) -> tuple[int, ...]:
-        """Ask the workers for a checkpoint; local ranks of those that heard it."""
-        return self._talk.ask("checkpoint", reason)
+    def ask_checkpoint(self, reason: str, *, owed: bool = False) -> tuple[int, ...]:
+        """Ask the workers for a checkpoint; local ranks of those that heard it.
+
+        Args:
+            owed: if nobody hears it, since they are just starting, the first to speak is asked.
+        """
+        told = self._talk.ask("checkpoint", reason)
+        if owed and not told:
+            self._talk.owe_checkpoint(reason)
+        return told
 
     def stopped_as_asked(self, local_rank: int) -> bool:
         """Whether that worker said that it stops because somebody asked it to."""

@@ -133,7 +133,7 @@ class Watch:
         """A word to the workers that listen, SIGUSR1 to others that catch it; the rest would die of it."""
         self._wishes.checkpoint = False
         base = current.assignment.base_rank
-        told = self._states.ask_checkpoint("asked for")
+        told = self._states.ask_checkpoint("asked for", owed=True)
         others = [worker for worker in current.workers.workers if worker.exitcode is None and worker.local_rank not in told]
         caught = {base + worker.local_rank: worker.send_if_caught(signal.SIGUSR1) for worker in others}
         log.info(

@@ -598,6 +598,22 @@ def test_only_workers_that_listen_are_asked(make: MakeAgent) -> None:
     worker.die()
 
 
+def test_a_checkpoint_that_is_asked_for_while_workers_start_is_asked_of_the_first_that_speaks(make: MakeAgent) -> None:
+    agent = make()
+    agent.begin(1)
+    assert agent.keeper.ask_checkpoint("asked for", owed=True) == ()
+    worker = Worker(agent)
+    worker.welcome()
+    assert worker.hear() == channel.Raise(flag="checkpoint", reason="asked for")
+    worker.die()
+    agent.begin(2)
+    worker = Worker(agent)
+    worker.welcome()
+    assert agent.keeper.ask_stop("node d joins", 30.0) == (0,)
+    assert worker.hear() == channel.Raise(flag="stop", reason="node d joins", seconds=30.0), "once, and not in the next generation"
+    worker.die()
+
+
 def test_the_first_node_asks_for_checkpoints_by_the_clock_and_the_others_do_not(make: MakeAgent) -> None:
     first, second = make("a", checkpoint_every_s=0.5), make("b", checkpoint_every_s=0.5)
     workers = []
