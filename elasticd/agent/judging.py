@@ -170,6 +170,9 @@ def state_of_failure(keys: JobKeys, view: View, settings: Settings, *, incidents
     generation = view.active
     assert generation is not None  # only what trains can fail
     ledger = ledger_of(keys, view).noticed(incidents)
+    last = view.policy.record.verdict if view.policy else None
+    if last is not None and last.stop and last.generation < generation.number:
+        ledger = ledger.opened_again()
     progress = progress_of(view, ledger)
     out = {keyed.record.id.node: False for keyed in view.members.values() if keyed.record.id.incarnation in view.left_out}
     failure = classify(

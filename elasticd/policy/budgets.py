@@ -159,6 +159,10 @@ class Ledger:
             best_step=max(self.best_step, progress.step),
         )
 
+    def opened_again(self) -> Ledger:
+        """The same, after somebody has started a job again that a verdict had ended: its restarts are whole again, what happened is not forgotten."""
+        return replace(self, spent={}, barren=0)
+
     # --- in etcd -----------------------------------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:

@@ -222,6 +222,16 @@ def test_crashes_in_a_row_wait_longer_each_time_and_three_without_a_step_end_the
     assert delays == [0.0, 1.0, 2.0]
 
 
+def test_a_job_that_was_ended_and_is_started_again_has_its_restarts_back() -> None:
+    spent = Ledger(spent={FailureClass.UNKNOWN: 3}, barren=2, best_step=50, refilled_at=0).as_dict()
+    killed = end(0, code=-9)
+    ended = seen(failed("a", 1, killed, step=50), stopped("b", 2), policy=policy(ledger=spent))
+    assert verdict(ended).stop
+    since = policy(ledger=spent, verdict=Verdict(generation=2, root="x", stop="it was over"))
+    again = seen(failed("a", 1, killed, step=50), stopped("b", 2), policy=since)
+    assert verdict(again).stop == ""
+
+
 def test_workers_do_not_start_before_the_delay_is_over() -> None:
     one = seen(failed("a", 1, end(0)), stopped("b", 2))
     waiting = after(one, verdict(one).model_copy(update={"delay": 5.0}))
