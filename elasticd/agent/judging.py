@@ -40,7 +40,7 @@ from elasticd.rendezvous.records import (
 from elasticd.rendezvous.view import View
 
 if TYPE_CHECKING:
-    from elasticd.kv import EtcdKV
+    from elasticd.kv import EtcdKV, KeyValue
     from elasticd.policy.settings import Settings
     from elasticd.rendezvous.keys import ClusterKeys, JobKeys
 
@@ -84,8 +84,7 @@ class Judge:
         found: list[Incident] = []
         for item in self._kv.list(self._cluster.incidents_of_job(self._job.job), limit=_NODES_READ).items:
             try:
-                record = parse(IncidentsRecord, item.key, item.value, self._job.scope)
-                found += [Incident.from_dict(one) for one in record.incidents]
+                found += incidents_in(item, self._job)
             except RecordError as error:
                 log.warning("incidents_not_believed", key=item.key, why=error.message)
         return tuple(found)
@@ -105,6 +104,18 @@ class Judge:
 
 
 # --- what etcd says ---------------------------------------------------------------------------------------------------------
+
+
+def incidents_in(item: KeyValue, keys: JobKeys) -> list[Incident]:
+    """What the detectors of one node told of a job.
+
+    Raises:
+        RecordError: it is nothing that they would say, or another node's word.
+    """
+    record = parse(IncidentsRecord, item.key, item.value, keys.scope)
+    if record.node != item.key.rpartition("/")[2]:
+        raise RecordError(f"{item.key}: holds the word of node {record.node!r}")
+    return [Incident.from_dict(one) for one in record.incidents]
 
 
 def ledger_of(keys: JobKeys, view: View) -> Ledger:
@@ -175,9 +186,11 @@ def state_of_failure(keys: JobKeys, view: View, settings: Settings, *, incidents
         ledger = ledger.opened_again()
     progress = progress_of(view, ledger)
     out = {keyed.record.id.node: False for keyed in view.members.values() if keyed.record.id.incarnation in view.left_out}
+    lost = tuple(identity.node for identity in fate(view).lost)
+    world = world_of(view, generation)
     failure = classify(
         ends_of(view),
-        lost=tuple(identity.node for identity in fate(view).lost),
+        lost=lost,
         incidents=incidents,
         ledger=ledger,
         stepped=progress is None or progress.step > 0,
@@ -186,7 +199,7 @@ def state_of_failure(keys: JobKeys, view: View, settings: Settings, *, incidents
     )
     return State(
         settings=settings,
-        world=world_of(view, generation),
+        world=replace(world, nodes={node: ranks for node, ranks in world.nodes.items() if node not in lost}),
         cluster=replace(cluster, excluded={**out, **cluster.excluded}),
         progress=progress or Progress(),
         tells_steps=progress is not None,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from elasticd.agent.judging import incidents_in
 from elasticd.daemon.case import Case, carry_out, news, shown, standing, state_of, turn_of
 from elasticd.daemon.reports import Reports
 from elasticd.errors import KVError, KVPermissionError, RecordError
@@ -248,12 +249,9 @@ class Acting:
         """Incidents by job, of all nodes. What cannot be believed is told once, and is as if nobody had said it."""
         found: dict[str, list[Incident]] = {}
         for item in listing.items[:_INCIDENTS_READ]:
-            job, _, node = item.key.removeprefix(self._keys.incidents).partition("/")
+            job = item.key.removeprefix(self._keys.incidents).partition("/")[0]
             try:
-                record = parse(IncidentsRecord, item.key, item.value, self._keys.job(job).scope)
-                if record.node != node:
-                    raise RecordError(f"{item.key}: holds the word of node {record.node!r}")
-                found.setdefault(job, []).extend(Incident.from_dict(one) for one in record.incidents)
+                found.setdefault(job, []).extend(incidents_in(item, self._keys.job(job)))
             except (RecordError, ValueError) as error:
                 if item.key not in self._refused:
                     self._refused.add(item.key)

@@ -284,6 +284,14 @@ def test_the_last_nodes_that_are_needed_stay() -> None:
     assert (given.stop, dict(given.without)) == ("", {})
 
 
+def test_nodes_that_are_lost_with_it_count_among_those_that_are_missing() -> None:
+    crashes = Ledger(failures=(PastFailure(at=AT - 50.0, cls=FailureClass.UNKNOWN, kind="segfault", node="c"),)).as_dict()
+    crashed = failed("c", 3, end(2, code=-11, exception="", message=""), step=50)
+    for members, out in (((stopped("a", 1), stopped("b", 2), crashed), True), ((stopped("a", 1), crashed), False)):
+        one = seen(*members, nodes="abc", policy=policy(ledger=crashes), target=target(2, 4))
+        assert (mid("c").incarnation in verdict(one).without) is out
+
+
 def test_a_loss_that_a_script_calls_nan_goes_back_to_the_last_checkpoint_once() -> None:
     nan = end(0, exception="FloatingPointError: loss is nan")
     one = seen(failed("a", 1, nan, step=90), stopped("b", 2), checkpoint=committed("3.60"), resume="2.40")
