@@ -88,7 +88,15 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_middleware(Gate, access=Access(readers=config.api.readers, operators=config.api.operators))
+    _prepare(app)
     return app
+
+
+def _prepare(app: FastAPI) -> None:
+    """FastAPI makes its routes ready when the first request looks through them: a second on a busy machine, which a peer does not wait."""
+    nowhere = {"type": "http", "method": "GET", "path": "/-", "root_path": "", "headers": []}
+    for route in app.routes:
+        route.matches(nowhere)
 
 
 # --- reading -------------------------------------------------------------------------------------------------------------
