@@ -398,7 +398,7 @@ def test_a_job_runs_as_its_user_who_learns_nothing_of_the_agent(secure: tuple[Se
     try:
         assert nodes.wait("a") == 1, nodes.story()
         told = json.loads(result.read_text())
-        assert "rank 0 on a: exit code 3: ValueError: no such layer" in told["reason"]
+        assert "rank 0 on a: ValueError: no such layer" in told["reason"]
         rank = Path(nodes.events("a", "workers_started")[0]["logs"]) / "rank-0"
         assert (rank / "stdout.log").read_text() == f"{USER}\n{somebody.home} {USER} {USER}\n0\n1\n2\nsocket\n"
         errors = (rank / "stderr.log").read_text()
