@@ -143,6 +143,12 @@ def acts(site: Site, job: str) -> list[tuple[str, str]]:
     return [(one["action"], one["rule"]) for one in decisions(site, job) if one["action"] != "log"]
 
 
+def on_node(site: Site, node: str, job: str) -> dict[str, Any]:
+    """How a job stands on one node, by that node's daemon."""
+    found = next(one for one in site.get(site.hosts[0], "/v1/nodes")["nodes"] if one["name"] == node)
+    return next((dict(one) for one in found["jobs"] if one["name"] == job), {"state": "", "why": ""})
+
+
 def generations(site: Site, job: str) -> list[dict[str, Any]]:
     return list(site.get(site.hosts[0], f"/v1/jobs/{job}/history")["generations"])
 
@@ -209,17 +215,18 @@ def test_an_oom_soon_after_a_fault_of_hardware_on_its_node_is_that_fault(site: S
     kernel_says(second, XID)
     await_(lambda: any((one["rule"], one["wanted"]) == ("paused", "exclude") for one in decisions(site, "weak")), within=30, what="advice", site=site)
     second.sh("touch", f"{OUT}/oom")
+    done = [("restart", "memory"), ("exclude", "hardware")]
+    await_(lambda: acts(site, "weak") == done, within=40, what="the word that n2 is left out", site=site)
     await_(lambda: trains(site) == {"n1", "n3"}, within=60, what="training without n2", site=site)
-    assert acts(site, "weak") == [("restart", "memory"), ("exclude", "hardware")]
+    assert acts(site, "weak") == done
     told = next(one for one in decisions(site, "weak") if one["action"] == "exclude")
     assert told["why"].startswith("n2: ")
     assert re.search(r"rank \d on n2: torch.OutOfMemoryError: CUDA out of memory", told["why"]), told
     assert "n2: " in generations(site, "weak")[-1]["detail"]
-    node = next(one for one in site.get(first, "/v1/nodes")["nodes"] if one["name"] == "n2")
-    assert next(one["why"] for one in node["jobs"] if one["name"] == "weak").startswith("node n2 was left out: n2: "), node
+    assert on_node(site, "n2", "weak")["why"].startswith("node n2 was left out: n2: ")
     site.ctl(first, "cordon", "n2", "--reason", "a new GPU")
     site.ctl(first, "uncordon", "n2")
-    await_(lambda: trains(site) == {"n1", "n2", "n3"}, within=60, what="training with n2 again", site=site)
+    await_(lambda: on_node(site, "n2", "weak")["state"] == "running", within=60, what="an agent that stands by, for nobody joins a paused job", site=site)
 
 
 def test_a_rank_that_is_20_percent_slow_is_named_and_a_node_that_stands_by_takes_its_place(site: Site, begin: Begin) -> None:
