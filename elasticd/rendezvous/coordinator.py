@@ -95,10 +95,10 @@ class Coordinator:
         self._say(decision)
         if isinstance(decision, Wait):
             return decision.until if decision.until is not None else float("inf")
-        txn = self._judged(sight.view, decision) if isinstance(decision, Judge) else self._txn(sight.view, decision, me)
-        if txn is None:
-            return time.monotonic()
-        self._send(txn)
+        if isinstance(decision, Judge):
+            self._judge_failure(sight.view, decision)
+        else:
+            self._send(self._txn(sight.view, decision, me))
         # Done, or somebody wrote first. The watch would tell, but etcd serves one that has just begun only each 100 ms.
         sight.load()
         return time.monotonic()
@@ -118,22 +118,22 @@ class Coordinator:
             return transitions.drain(self._keys, view)
         return transitions.end(self._keys, view, decision, at=time.time())
 
-    def _judged(self, view: View, decision: Judge) -> transitions.Txn | None:
-        """What the generation failed of, to be written. None if that cannot be found out: the job goes on without."""
+    def _judge_failure(self, view: View, decision: Judge) -> None:
+        """Write what the generation failed of. Where that cannot be found out or written, the job goes on without."""
         try:
             if self._judge is None:
                 raise NotImplementedError
-            record, event = self._judge(view, time.time())
+            self._send(transitions.judge(self._keys, view, *self._judge(view, time.time())))
+        except (RecordError, KVPermissionError) as error:
+            why = error.message
+            log.error("failure_not_judged", generation=decision.number, why=why, effect="restarted within the job's budget")  # noqa: TRY400 - no fault of ours
         except KVError:
-            raise  # as with any other read: it is tried again when etcd answers
-        except RecordError as error:
-            log.error("failure_not_judged", generation=decision.number, why=error.message, effect="restarted within the job's budget")  # noqa: TRY400
+            raise  # as with anything else that etcd is asked: it is tried again when it answers
         except Exception:
             log.exception("failure_not_judged", generation=decision.number, effect="restarted within the job's budget")
         else:
-            return transitions.judge(self._keys, view, record, event)
+            return
         self._memory = self._memory.without_verdict(decision.number)
-        return None
 
     def _may_stand_in(self, decision: Decision) -> bool:
         now = time.monotonic()

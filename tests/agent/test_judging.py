@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticd.agent.judging import decided, record_of, state_of_failure, told
-from elasticd.errors import KVUnavailableError, RecordError
+from elasticd.errors import KVPermissionError, KVUnavailableError, RecordError
 from elasticd.policy.budgets import Ledger, PastFailure
 from elasticd.policy.decisions import Action, Decision
 from elasticd.policy.evidence import Certainty, Fault, Incident, Role, Sign, Standing
@@ -358,7 +358,14 @@ class Scene:
     def __init__(self, one: View, judge: Any) -> None:
         self.sent: list[Any] = []
         self.sight = SimpleNamespace(whole=True, coordinator=True, view=one, looked_at=time.monotonic(), load=lambda: None)
-        self.coordinator = Coordinator(KEYS, JUDGED, lambda txn: bool(self.sent.append(txn)) or True, judge)
+        self.forbidden = ""
+        self.coordinator = Coordinator(KEYS, JUDGED, self.send, judge)
+
+    def send(self, txn: Any) -> bool:
+        if any(op.key == self.forbidden for op in txn.ops):
+            raise KVPermissionError("txn: etcdserver: permission denied")
+        self.sent.append(txn)
+        return True
 
     def turn(self) -> float:
         return self.coordinator.turn(mid("a"), self.sight, 0)  # type: ignore[arg-type]
@@ -375,7 +382,7 @@ def test_the_verdict_is_written_in_one_transaction_with_what_it_was_found_on() -
     assert {op.key for op in txn.ops} == {KEYS.policy, KEYS.event(3, "judged")}
 
 
-@pytest.mark.parametrize("error", [RecordError("policy: not JSON"), ZeroDivisionError()])
+@pytest.mark.parametrize("error", [RecordError("policy: not JSON"), KVPermissionError("list: etcdserver: permission denied"), ZeroDivisionError()])
 def test_a_failure_that_cannot_be_judged_does_not_hold_the_job_up(error: Exception) -> None:
     def raise_it(_view: View, _at: float) -> Any:
         raise error
@@ -386,6 +393,16 @@ def test_a_failure_that_cannot_be_judged_does_not_hold_the_job_up(error: Excepti
     scene.turn()
     (txn,) = scene.sent
     assert KEYS.generation in {op.key for op in txn.ops}
+
+
+def test_a_node_that_may_not_write_the_verdict_goes_on_without() -> None:
+    """Where etcd's roles are older than the key."""
+    record, event = PolicyRecord(scope=KEYS.scope, ledger={}), EventRecord(scope=KEYS.scope, number=3, at=AT, what="judged", detail="x")
+    scene = Scene(seen(failed("a", 1, end(0)), stopped("b", 2)), lambda _view, _at: (record, event))
+    scene.forbidden = KEYS.policy
+    scene.turn()
+    scene.turn()
+    assert [{op.key for op in txn.ops} & {KEYS.policy, KEYS.generation} for txn in scene.sent] == [{KEYS.generation}]
 
 
 def test_etcd_away_is_not_taken_for_a_failure_that_cannot_be_judged() -> None:
